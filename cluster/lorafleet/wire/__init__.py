@@ -1,0 +1,1 @@
+"""What crosses process borders: errors as google.rpc.Status, channels with sane limits."""
