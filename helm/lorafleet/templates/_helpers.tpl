@@ -1,0 +1,54 @@
+{{- define "lorafleet.labels" -}}
+{{ include "lorafleet.selectorLabels" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
+{{- end }}
+
+{{- define "lorafleet.selectorLabels" -}}
+app.kubernetes.io/name: {{ .root.Chart.Name }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end }}
+
+{{- define "lorafleet.name" -}}
+{{ printf "%s-%s" .root.Release.Name .component | trunc 63 | trimSuffix "-" }}
+{{- end }}
+
+{{- define "lorafleet.image" -}}
+{{- with .Values.image -}}
+{{- if .digest -}}{{ .repository }}@{{ .digest }}
+{{- else -}}{{ .repository }}:{{ .tag | default $.Chart.AppVersion }}{{- end -}}
+{{- end -}}
+{{- end }}
+
+{{- define "lorafleet.redisUrl" -}}
+{{- .Values.redis.url | default (printf "redis://%s:6379/0" (include "lorafleet.name" (dict "root" . "component" "redis"))) -}}
+{{- end }}
+
+{{- define "lorafleet.blobsClaim" -}}
+{{- .Values.blobs.existingClaim | default (include "lorafleet.name" (dict "root" . "component" "blobs")) -}}
+{{- end }}
+
+{{- define "lorafleet.modelDir" -}}
+/model/{{ .Values.model.path }}
+{{- end }}
+
+{{/* The pod fields that every workload of ours shares. */}}
+{{- define "lorafleet.pod" -}}
+{{- with .Values.serviceAccountName }}
+serviceAccountName: {{ . }}
+{{- end }}
+terminationGracePeriodSeconds: {{ .Values.terminationGracePeriodSeconds }}
+securityContext:
+  runAsNonRoot: true
+  runAsUser: 10001
+  fsGroup: 10001
+  seccompProfile: { type: RuntimeDefault }
+{{- end }}
+
+{{- define "lorafleet.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: { drop: [ALL] }
+{{- end }}
