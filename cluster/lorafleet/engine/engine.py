@@ -243,6 +243,13 @@ class Engine:
                 loop.call(lambda v=version: residency.ensure(v, time.monotonic())).result()
             time.sleep(0.005)
 
+    def unload(self, version: str) -> bool:
+        """Drop a version from rank pages now; False when it is in use or not there."""
+        loop, residency = self._loaded()
+        with self._lock:
+            self._uploaded.pop(version, None)
+        return bool(loop.call(lambda: residency.pool.evict(version)).result())
+
     # Generation.
 
     async def generate(

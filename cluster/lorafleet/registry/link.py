@@ -1,0 +1,159 @@
+"""One process's link to Redis: connections, retries, and scripts that run as a whole.
+
+It owns how a command is retried and when Redis counts as away; it knows no key but the prefix that
+all keys carry. The store and the leases stand on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError, ResponseError
+
+from lorafleet.core.errors import Exhausted, Internal, Unavailable
+from lorafleet.core.log import get_logger
+
+T = TypeVar("T")
+
+PREFIX = "{lorafleet}:"
+"""Starts every key. The braces put all into one hash slot, so that scripts run on a cluster."""
+
+_TRANSIENT_REPLIES = ("LOADING", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "MISCONF", "NOREPLICAS")
+_FIRST_PAUSE_S = 0.02
+_LONGEST_PAUSE_S = 0.5
+
+_log = get_logger(__name__)
+
+
+def key(*parts: str) -> str:
+    """Return a key of ours."""
+    return PREFIX + ":".join(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply(Generic[T]):
+    """What Redis answered. `retried` means that an earlier try may have taken effect as well."""
+
+    value: T
+    retried: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkOptions:
+    """How patient the link is.
+
+    Parameters
+    ----------
+    deadline_s : float
+        How long a command is retried before Redis counts as away.
+    reply_timeout_s : float
+        How long one try waits for an answer; longer than any blocking read.
+    """
+
+    deadline_s: float = 3.0
+    reply_timeout_s: float = 3.0
+
+
+class RedisLink:
+    """Runs commands against one Redis URL, again and again until its deadline.
+
+    Parameters
+    ----------
+    url : str
+        `redis://`, `rediss://` or `unix://`. A host name is resolved at each connection, so that
+        after a failover the new primary is found.
+    options : LinkOptions
+        Deadlines.
+    """
+
+    def __init__(self, url: str, *, options: LinkOptions | None = None) -> None:
+        self._options = options or LinkOptions()
+        # Retries are ours alone: the client's own would hide that a try may have taken effect.
+        self._client: Redis = Redis.from_url(
+            url,
+            protocol=2,
+            socket_timeout=self._options.reply_timeout_s,
+            socket_connect_timeout=self._options.reply_timeout_s,
+            retry=Retry(NoBackoff(), 0),
+        )
+        self._scripts: dict[str, Any] = {}
+
+    async def close(self) -> None:
+        """Close every connection."""
+        await self._client.aclose()
+
+    async def call(self, command: Callable[[Redis], Awaitable[T]]) -> Reply[T]:
+        """Run a command; what it does must be the same when it is done twice.
+
+        Raises
+        ------
+        Unavailable
+            Redis could not be reached, or would not take commands, until the deadline.
+        Exhausted
+            Redis has no memory left.
+        Internal
+            Redis refuses the command.
+        """
+        clock = asyncio.get_running_loop().time
+        give_up_at = clock() + self._options.deadline_s
+        pause_s = _FIRST_PAUSE_S
+        retried = False
+        while True:
+            try:
+                async with asyncio.timeout_at(give_up_at):
+                    return Reply(value=await command(self._client), retried=retried)
+            except (RedisError, OSError, TimeoutError) as error:
+                await self._raise_unless_transient(error)
+                last = error
+            retried = True
+            jittered_s = pause_s * (0.5 + random.random())
+            if clock() + jittered_s >= give_up_at:
+                raise Unavailable(
+                    f"the registry's Redis does not answer ({type(last).__name__}: {last}); "
+                    "it is tried again at the next call",
+                    cause=type(last).__name__,
+                ) from last
+            await asyncio.sleep(jittered_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def once(self, command: Callable[[Redis], Awaitable[T]]) -> T:
+        """Run a command that may block for as long as the reply timeout, without retries.
+
+        Raises
+        ------
+        Unavailable, Exhausted, Internal
+            As in `call`.
+        """
+        try:
+            return await command(self._client)
+        except (RedisError, OSError, TimeoutError) as error:
+            await self._raise_unless_transient(error)
+            raise Unavailable(
+                f"the registry's Redis does not answer ({type(error).__name__}: {error})"
+            ) from error
+
+    async def run(self, script: str, keys: Sequence[str], args: Sequence[str | int]) -> Reply[Any]:
+        """Run a Lua script as one indivisible change; errors as in `call`."""
+        registered = self._scripts.get(script)
+        if registered is None:
+            registered = self._scripts[script] = self._client.register_script(script)
+        return await self.call(lambda client: registered(keys=keys, args=args, client=client))
+
+    async def _raise_unless_transient(self, error: Exception) -> None:
+        if isinstance(error, ReadOnlyError):
+            # A demoted primary keeps its sockets open: only new connections find the new primary.
+            await self._client.connection_pool.disconnect(inuse_connections=False)
+            return
+        if isinstance(error, OutOfMemoryError):
+            raise Exhausted("the registry's Redis has no memory left; raise its maxmemory")
+        # What else is no ResponseError is a connection that failed or was slow.
+        if isinstance(error, ResponseError) and not str(error).startswith(_TRANSIENT_REPLIES):
+            _log.error("Redis refused a command", exc_info=error)
+            raise Internal(f"the registry's Redis refused a command: {error}") from error

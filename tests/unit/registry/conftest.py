@@ -1,0 +1,151 @@
+"""A real redis-server, small base models and real PEFT directories for the registry's tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import redis
+from safetensors.numpy import save_file
+
+from lorafleet.core.manifest import FileEntry, VersionManifest
+from lorafleet.core.model import BaseModel, KvLayout, Site, SitePart
+from lorafleet.registry import BlobStore, EmbeddedRedis, RegistryStore
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
+    """One server for all tests that leave it running."""
+    with EmbeddedRedis(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def redis_url(redis_server: EmbeddedRedis) -> str:
+    """An empty database."""
+    with redis.Redis.from_url(redis_server.url) as client:
+        client.flushall()
+    return redis_server.url
+
+
+@pytest.fixture
+async def store(redis_url: str) -> AsyncIterator[RegistryStore]:
+    store = RegistryStore(redis_url)
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+def blobs(tmp_path: Path) -> BlobStore:
+    return BlobStore(tmp_path / "blobs")
+
+
+@pytest.fixture
+def make_manifest() -> Callable[..., VersionManifest]:
+    """Make manifests whose ids follow from a number."""
+
+    def make(adapter: str, number: int = 0, **changes: object) -> VersionManifest:
+        fields: dict[str, object] = {
+            "id": f"sha256:{number:064x}",
+            "adapter": adapter,
+            "base_digest": "sha256:" + "b" * 64,
+            "max_rank": 8,
+            "num_modules": 4,
+            "target_modules": ("q_proj", "v_proj"),
+            "weights_bytes": 1234,
+            "dtype": "float32",
+            "files": (
+                FileEntry(name="adapter_config.json", size_bytes=5, sha256="c" * 64),
+                FileEntry(
+                    name="adapter_model.safetensors", size_bytes=7, sha256=f"{number:064x}"
+                ),
+            ),
+            "created_at_s": 1.8e9 + number,
+        }
+        return VersionManifest(**{**fields, **changes})
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_base() -> Callable[..., BaseModel]:
+    """Describe a base model whose layers have one fused qkv site and one square o_proj site."""
+
+    def make(*, layers: int = 2, width: int = 64) -> BaseModel:
+        sites = []
+        for layer in range(layers):
+            prefix = f"model.layers.{layer}.self_attn"
+            q = SitePart(source=f"{prefix}.q_proj", out_start=0, out_end=width)
+            v = SitePart(source=f"{prefix}.v_proj", out_start=width, out_end=width + width // 2)
+            o = SitePart(source=f"{prefix}.o_proj", out_start=0, out_end=width)
+            sites += [
+                Site(
+                    name=f"{prefix}.qkv_proj",
+                    in_features=width,
+                    out_features=width + width // 2,
+                    parts=(q, v),
+                ),
+                Site(
+                    name=f"{prefix}.o_proj", in_features=width, out_features=width, parts=(o,)
+                ),
+            ]
+        return BaseModel(
+            name="tiny",
+            digest="sha256:" + "b" * 64,
+            library="lib/llvm.so",
+            target="llvm",
+            vocab_size=256,
+            context_window=128,
+            max_batch_tokens=128,
+            page_rows=8,
+            kv=KvLayout(
+                num_layers=layers,
+                num_qo_heads=4,
+                num_kv_heads=2,
+                head_dim=16,
+                rope_inv_freq=(1.0,) * 8,
+            ),
+            sites=tuple(sites),
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_adapter() -> Callable[..., Path]:
+    """Write a PEFT directory for a base of `make_base`; `config` overrides keys."""
+
+    def make(
+        directory: Path,
+        *,
+        seed: int = 0,
+        rank: int = 4,
+        shape: tuple[int, int] = (2, 64),
+        module: str = "o_proj",
+        config: dict[str, object] | None = None,
+    ) -> Path:
+        layers, width = shape
+        rng = np.random.default_rng(seed)
+        tensors = {}
+        for layer in range(layers):
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            for name, dims in (("lora_A", (rank, width)), ("lora_B", (width, rank))):
+                values = rng.standard_normal(dims, dtype=np.float32)
+                tensors[f"{prefix}.{name}.weight"] = values
+        directory.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, directory / "adapter_model.safetensors")
+        options = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "r": rank,
+            "lora_alpha": 2 * rank,
+            "bias": "none",
+            "target_modules": [module],
+        }
+        (directory / "adapter_config.json").write_text(json.dumps({**options, **(config or {})}))
+        return directory
+
+    return make
