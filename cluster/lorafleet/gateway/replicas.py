@@ -19,6 +19,7 @@ import grpc
 from lorafleet.core.errors import Internal, LorafleetError, Unavailable
 from lorafleet.core.log import get_logger
 from lorafleet.gateway.convert import report_from_proto
+from lorafleet.gateway.tasks import end
 from lorafleet.registry.leases import Leases, ReplicaLease
 from lorafleet.routing import FleetView, Report
 from lorafleet.v1 import replica_pb2, replica_pb2_grpc
@@ -85,7 +86,7 @@ class ReplicaPool:
         """Stop following and close every connection."""
         if self._task is not None:
             task, self._task = self._task, None
-            await _cancelled(task)
+            await end(task)
         for id in list(self._links):
             await self._drop(id)
 
@@ -187,7 +188,7 @@ class _Link:
     async def close(self) -> None:
         """End the watch and the channel, with every call on it."""
         if self._task is not None:
-            await _cancelled(self._task)
+            await end(self._task)
         await self._channel.close()
 
     async def _watch_forever(self) -> None:
@@ -240,9 +241,3 @@ class _Link:
             epoch=self.lease.epoch,
             **facts,
         )
-
-
-async def _cancelled(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task

@@ -18,6 +18,7 @@ from lorafleet.gateway.dispatch import Dispatcher
 from lorafleet.gateway.replicas import PoolOptions, ReplicaPool
 from lorafleet.gateway.resolve import Resolver
 from lorafleet.gateway.service import FLEET, INFERENCE, FleetService, InferenceService
+from lorafleet.gateway.tasks import end
 from lorafleet.registry.catalogue import Catalogue
 from lorafleet.registry.store import RegistryStore
 from lorafleet.routing import FleetView
@@ -113,7 +114,7 @@ class Gateway:
             address = await server.start()
             await self._tell(server, False)
             health = asyncio.create_task(self._follow_health(server, catalogue, pool))
-            stack.push_async_callback(_cancelled, health)
+            stack.push_async_callback(end, health)
             self._server, self._pool = server, pool
             self._exit = stack.pop_all()
         _log.info("gateway started", address=address, base=base.name, digest=base.digest)
@@ -145,9 +146,3 @@ class Gateway:
         self._ready = ready
         for name in ("", INFERENCE):
             await server.set_serving(name, ready)
-
-
-async def _cancelled(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task

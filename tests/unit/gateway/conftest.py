@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import redis
-from gateway_support import House, write_model_dir
 
+from gateway_support import House, write_model_dir
 from lorafleet.registry.embedded import EmbeddedRedis
 
 

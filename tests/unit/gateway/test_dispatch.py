@@ -7,8 +7,8 @@ import logging
 
 import grpc
 import pytest
-from gateway_support import ScriptedReplica, delta, eventually, finished
 
+from gateway_support import ScriptedReplica, delta, eventually, finished
 from lorafleet.core.errors import Exhausted, Internal, InvalidInput, Unavailable
 from lorafleet.v1 import inference_pb2
 from lorafleet.wire.status import from_rpc_error
@@ -110,9 +110,13 @@ async def test_after_the_first_token_nothing_is_tried_again(house) -> None:
     for replica in replicas:
         replica.answer = replica.failing(Internal("engine stopped"), after=2)
     got = []
-    with pytest.raises(grpc.RpcError) as caught:
+
+    async def read() -> None:
         async for event in house.stub.Generate(inference_pb2.GenerateRequest(text="x")):
-            got.append(event)  # noqa: PERF401 - what came before the error counts
+            got.append(event)
+
+    with pytest.raises(grpc.RpcError) as caught:
+        await read()
     assert text_of(got) == "0 1 "
     error = from_rpc_error(caught.value)
     assert isinstance(error, Unavailable)
