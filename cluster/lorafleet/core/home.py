@@ -13,9 +13,12 @@ import os
 from pathlib import Path
 
 
+VARIABLE = "LORAFLEET_HOME"
+
+
 def home() -> Path:
     """The root folder; created when first written to, never by asking."""
-    return Path(os.environ.get("LORAFLEET_HOME") or Path.home() / ".lorafleet").absolute()
+    return Path(os.environ.get(VARIABLE) or Path.home() / ".lorafleet").absolute()
 
 
 def models_dir() -> Path:

@@ -79,7 +79,8 @@ class Catalogue:
     async def wait_synced(self, timeout_s: float) -> bool:
         """Wait until the registry has been read once; returns whether it has."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._synced.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._synced.wait()
         return self.synced
 
     @property

@@ -53,12 +53,9 @@ class LinkOptions:
     ----------
     deadline_s : float
         How long a command is retried before Redis counts as away.
-    reply_timeout_s : float
-        How long one try waits for an answer; longer than any blocking read.
     """
 
     deadline_s: float = 3.0
-    reply_timeout_s: float = 3.0
 
 
 class RedisLink:
@@ -75,12 +72,14 @@ class RedisLink:
 
     def __init__(self, url: str, *, options: LinkOptions | None = None) -> None:
         self._options = options or LinkOptions()
-        # Retries are ours alone: the client's own would hide that a try may have taken effect.
+        # Retries are ours alone: the client's own would hide that a try may have taken effect. So
+        # are time limits: the client's use asyncio.wait_for, which on Python 3.11 now and then
+        # swallows the cancellation of the task that waits.
         self._client: Redis = Redis.from_url(
             url,
             protocol=2,
-            socket_timeout=self._options.reply_timeout_s,
-            socket_connect_timeout=self._options.reply_timeout_s,
+            socket_timeout=None,
+            socket_connect_timeout=None,
             retry=Retry(NoBackoff(), 0),
         )
         self._scripts: dict[str, Any] = {}
@@ -108,36 +107,25 @@ class RedisLink:
         while True:
             try:
                 async with asyncio.timeout_at(give_up_at):
-                    return Reply(value=await command(self._client), retried=retried)
+                    return Reply(value=await self._ask(command), retried=retried)
             except (RedisError, OSError, TimeoutError) as error:
                 await self._raise_unless_transient(error)
                 last = error
             retried = True
             jittered_s = pause_s * (0.5 + random.random())
             if clock() + jittered_s >= give_up_at:
-                raise Unavailable(
-                    f"the registry's Redis does not answer ({type(last).__name__}: {last}); "
-                    "it is tried again at the next call",
-                    cause=type(last).__name__,
-                ) from last
+                raise _away(last) from last
             await asyncio.sleep(jittered_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    async def once(self, command: Callable[[Redis], Awaitable[T]]) -> T:
-        """Run a command that may block for as long as the reply timeout, without retries.
-
-        Raises
-        ------
-        Unavailable, Exhausted, Internal
-            As in `call`.
-        """
+    async def once(self, command: Callable[[Redis], Awaitable[T]], *, wait_s: float) -> T:
+        """Run a command that may block for `wait_s`, without retries; errors as in `call`."""
         try:
-            return await command(self._client)
+            async with asyncio.timeout(wait_s + self._options.deadline_s):
+                return await command(self._client)
         except (RedisError, OSError, TimeoutError) as error:
             await self._raise_unless_transient(error)
-            raise Unavailable(
-                f"the registry's Redis does not answer ({type(error).__name__}: {error})"
-            ) from error
+            raise _away(error) from error
 
     async def run(self, script: str, keys: Sequence[str], args: Sequence[str | int]) -> Reply[Any]:
         """Run a Lua script as one indivisible change; errors as in `call`."""
@@ -145,6 +133,20 @@ class RedisLink:
         if registered is None:
             registered = self._scripts[script] = self._client.register_script(script)
         return await self.call(lambda client: registered(keys=keys, args=args, client=client))
+
+    async def _ask(self, command: Callable[[Redis], Awaitable[T]]) -> T:
+        """Run a command once, and end when the task was cancelled meanwhile.
+
+        The client sends by `asyncio.wait_for`, which until Python 3.12 swallows a cancellation that
+        comes just as what it waits for is done (python/cpython#86296): a loop over Redis commands
+        would then go on for ever, and whoever waits for its end with it.
+        """
+        task = asyncio.current_task()
+        cancellations = task.cancelling() if task else 0
+        value = await command(self._client)
+        if task and task.cancelling() > cancellations:
+            raise asyncio.CancelledError
+        return value
 
     async def _raise_unless_transient(self, error: Exception) -> None:
         if isinstance(error, ReadOnlyError):
@@ -157,3 +159,8 @@ class RedisLink:
         if isinstance(error, ResponseError) and not str(error).startswith(_TRANSIENT_REPLIES):
             _log.error("Redis refused a command", exc_info=error)
             raise Internal(f"the registry's Redis refused a command: {error}") from error
+
+
+def _away(error: Exception) -> Unavailable:
+    cause = f"{type(error).__name__}: {error}" if str(error) else "no reply in time"
+    return Unavailable(f"the registry's Redis does not answer ({cause}); try again")

@@ -239,7 +239,7 @@ class RegistryStore:
         cursor : Cursor
             From `cursor()` or from the changes before.
         wait_s : float
-            Longest wait; less than the link's reply timeout. 0 returns at once.
+            Longest wait; 0 returns at once.
 
         Raises
         ------
@@ -262,7 +262,8 @@ class RegistryStore:
         streams = await self._link.once(
             lambda redis: cast(
                 Any, redis.xread(position, count=_MAX_CHANGES_PER_READ, block=block_ms)
-            )
+            ),
+            wait_s=wait_s,
         )
         return streams[0][1] if streams else []
 

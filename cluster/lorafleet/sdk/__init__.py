@@ -1,0 +1,29 @@
+"""The client library: requests to a gateway, adapters to the registry. Needs neither TVM nor Ray."""
+
+from __future__ import annotations
+
+from lorafleet.sdk.client import Client
+from lorafleet.sdk.values import (
+    Completion,
+    Delta,
+    Event,
+    Finished,
+    FleetStatus,
+    Model,
+    ReplicaStatus,
+    Sampling,
+    Started,
+)
+
+__all__ = [
+    "Client",
+    "Completion",
+    "Delta",
+    "Event",
+    "Finished",
+    "FleetStatus",
+    "Model",
+    "ReplicaStatus",
+    "Sampling",
+    "Started",
+]
