@@ -5,20 +5,23 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from lorafleet.cli.model import compile_progress
 from lorafleet.cli.output import err, out
 from lorafleet.core import home
 from lorafleet.core.errors import LorafleetError
-
-_COLOURS = ("white", "cyan", "yellow", "green", "magenta", "blue")
+from lorafleet.sdk import Client, Completion, Delta, Event, Sampling
+from lorafleet.sdk.client import collect
 
 
 def demo(
@@ -35,7 +38,6 @@ def demo(
     from lorafleet.bench.examples import QUESTIONS, example_adapters
     from lorafleet.compiler import ensure_compiled
     from lorafleet.fleet import FleetOptions, Supervisor
-    from lorafleet.sdk import Client
 
     began_s = time.monotonic()
     directories = example_adapters(adapters)
@@ -66,42 +68,69 @@ def demo(
     out.print(f"done in {time.monotonic() - began_s:.0f} s")
 
 
-def _ask_all(client: object, names: list[str], questions: tuple[str, ...], rounds: int) -> None:
-    """All adapters at once, `rounds` times; texts as they end, then a table."""
-    from rich.table import Table
-
-    from lorafleet.sdk import Client, Completion, Sampling
-
-    assert isinstance(client, Client)
-    colours = dict(zip(names, _COLOURS * len(names), strict=False))
-    table = Table("request", "replica", "resident", "first token", "tokens/s", title="who served")
-    printing = threading.Lock()
-
-    def ask(name: str, question: str) -> tuple[str, Completion]:
-        answer = client.chat(
-            [("user", question)], adapter=name, sampling=Sampling(max_tokens=40)
-        )
-        with printing:
-            out.print(f"[{colours[name]}]{name:>8}[/] [dim]{question}[/dim] ", end="")
-            out.print(answer.text.strip(), markup=False)
-        return name, answer
-
-    with ThreadPoolExecutor(2 * len(names)) as pool:
+def _ask_all(client: Client, names: list[str], questions: tuple[str, ...], rounds: int) -> None:
+    """All adapters at once, `rounds` times: texts as they stream in, then who served them."""
+    served = Table("adapter", "replica", "resident", "first token", "tokens/s", title="who served")
+    with ThreadPoolExecutor(len(names)) as pool:
         for turn in range(rounds):
-            asked = [(name, questions[(turn + i) % len(questions)]) for i, name in enumerate(names)]
-            for name, answer in pool.map(lambda pair: ask(*pair), asked):
-                table.add_row(
-                    f"[{colours[name]}]{name}[/]",
+            streams = [
+                _Stream(name, questions[(turn + i) % len(questions)])
+                for i, name in enumerate(names)
+            ]
+            jobs = [pool.submit(stream.run, client) for stream in streams]
+            with Live(console=out, auto_refresh=False, transient=False) as live:
+                while True:
+                    done = all(job.done() for job in jobs)
+                    live.update(_texts(streams), refresh=True)
+                    if done:
+                        break
+                    time.sleep(0.1)
+            for stream, job in zip(streams, jobs, strict=True):
+                answer = job.result()
+                served.add_row(
+                    stream.name,
                     answer.replica,
                     "yes" if answer.resident else "no, loaded",
                     f"{1000 * answer.ttft_s:.0f} ms",
                     f"{answer.tokens_per_s:.1f}",
                 )
-    out.print(table)
+    out.print(served)
     try:
         client.chat([("user", "Hello")], adapter="no-such-adapter")
     except LorafleetError as error:
         out.print(f"an unknown adapter is never answered by the base: {error.code}: {error.message}")
+
+
+class _Stream:
+    """One request, and its text so far."""
+
+    def __init__(self, name: str, question: str) -> None:
+        self.name = name
+        self.question = question
+        self.text = ""
+
+    def run(self, client: Client) -> Completion:
+        events = client.chat_stream(
+            [("user", self.question)], adapter=self.name, sampling=Sampling(max_tokens=40)
+        )
+        return collect(self._seen(events))
+
+    def _seen(self, events: Iterator[Event]) -> Iterator[Event]:
+        for event in events:
+            if isinstance(event, Delta):
+                self.text += event.text
+            yield event
+
+
+def _texts(streams: list[_Stream]) -> Table:
+    table = Table.grid(padding=(0, 1))
+    for stream in streams:
+        table.add_row(
+            Text(stream.name, style="bold cyan"),
+            Text(stream.question, style="dim"),
+            Text(" ".join(stream.text.split())),
+        )
+    return table
 
 
 def _interrupt(number: int, frame: object) -> None:

@@ -7,6 +7,7 @@ started again. Each part logs to its own file in the home's `logs`.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import subprocess
 import sys
@@ -178,10 +179,12 @@ class Supervisor:
 
         options = self._options
         # No request passes Serve's proxy; what little it needs listens on a free port.
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(
             proxy_location=ProxyLocation.Disabled, http_options=HTTPOptions(port=0)
         )
-        stack.callback(serve.shutdown)
+        # Waits for the replicas to drain; Serve's own processes end with Ray.
+        stack.callback(serve.delete, APP)
         cores = len(os.sched_getaffinity(0))
         application = build_app(
             {
