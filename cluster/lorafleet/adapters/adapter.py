@@ -94,11 +94,11 @@ class LoraAdapter:
         NotFound
             The base has no such site.
         """
-        for index, site in enumerate(self.base.sites):
-            if site.name == site_name:
-                break
-        else:
+        names = [site.name for site in self.base.sites]
+        if site_name not in names:
             raise NotFound(f"base model {self.base.name!r} has no site {site_name!r}")
+        index = names.index(site_name)
+        site = self.base.sites[index]
         delta = np.zeros((site.out_features, site.in_features), dtype=np.float32)
         for factors in self.factors():
             if factors.site == index:
@@ -141,7 +141,7 @@ def load_adapter(directory: Path, base: BaseModel) -> LoraAdapter:
         for factor in (module.a, module.b):
             _check_values(factor, module.scale)
             dtype, shape = factor.file.info(factor.tensor)
-            digest = hashlib.sha256(factor.file.raw(factor.tensor)).hexdigest()
+            digest = hashlib.sha256(factor.file.raw(factor.tensor).data).hexdigest()
             tensors.append([module.source, factor.kind, dtype, list(shape), digest])
     identity = {
         "format": 1,

@@ -91,7 +91,9 @@ def weight_files(directory: Path) -> list[Path]:
 
 def _shards(directory: Path) -> list[Path]:
     try:
-        names = sorted(set(json.loads((directory / _INDEX_FILE).read_text())["weight_map"].values()))
+        names = sorted(
+            set(json.loads((directory / _INDEX_FILE).read_text())["weight_map"].values())
+        )
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise InvalidAdapter(
             f"{_INDEX_FILE}: expected a JSON object with weight_map", file=_INDEX_FILE

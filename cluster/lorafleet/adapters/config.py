@@ -26,11 +26,12 @@ _HONOURED = frozenset(
 
 # They choose modules for training, steer training, or describe the file.
 _HARMLESS = frozenset(
-    """
-    task_type auto_mapping peft_version base_model_name_or_path revision inference_mode
-    target_modules exclude_modules layers_to_transform layers_pattern lora_dropout megatron_core
-    loftq_config eva_config lora_ga_config corda_config qalora_group_size runtime_config
-    """.split()
+    (
+        "task_type auto_mapping peft_version base_model_name_or_path revision inference_mode "
+        "target_modules exclude_modules layers_to_transform layers_pattern lora_dropout "
+        "megatron_core loftq_config eva_config lora_ga_config corda_config qalora_group_size "
+        "runtime_config"
+    ).split()
 )
 
 # What each would change; the text goes into the refusal.
@@ -77,7 +78,7 @@ class LoraConfig:
         return self.alpha_pattern.get(_pattern_key(self.alpha_pattern, module), self.lora_alpha)
 
     def scale_of(self, module: str) -> float:
-        """s in y = W x + s·B(A x): α/r, or α/√r with rsLoRA (Kalajdzievski, 2023)."""
+        """S in y = W x + s·B(A x): α/r, or α/√r with rsLoRA (Kalajdzievski, 2023)."""
         rank = self.rank_of(module)
         return self.alpha_of(module) / (math.sqrt(rank) if self.use_rslora else rank)
 

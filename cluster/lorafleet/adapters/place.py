@@ -64,9 +64,7 @@ def place(config: LoraConfig, factors: Iterable[Factor], base: BaseModel) -> lis
         twin = pairs.setdefault(source, {}).setdefault(factor.kind, factor)
         if twin is not factor:
             raise _at(factor, f"{twin.tensor!r} is for the same module")
-    modules = [
-        _module(source, pair, config, directory) for source, pair in sorted(pairs.items())
-    ]
+    modules = [_module(source, pair, config, directory) for source, pair in sorted(pairs.items())]
     seen: dict[tuple[int, int], AdaptedModule] = {}
     for module in modules:
         for target in module.targets:

@@ -1,4 +1,4 @@
-"""Do requests land where their adapter is, and does every answer come from the right adapter?"""
+"""Whether requests land where their adapter is, and answers come from the right one."""
 
 from __future__ import annotations
 
@@ -91,6 +91,4 @@ def measure_affinity(report: Callable[[str], None]) -> Measurement:
 
 
 def _ask(client: Client, name: str, question: str) -> Completion:
-    return client.chat(
-        [("user", question)], adapter=name, sampling=Sampling(max_tokens=_TOKENS)
-    )
+    return client.chat([("user", question)], adapter=name, sampling=Sampling(max_tokens=_TOKENS))

@@ -62,8 +62,8 @@ def run(figure: Figure, report: Callable[[str], None]) -> dict[str, Any]:
     Returns
     -------
     dict
-        `name, value, unit, baseline, goal, holds, seconds, details`, JSON-ready. A bench that cannot
-        run here has `value` null, `holds` false and `not_measured` saying why.
+        `name, value, unit, baseline, goal, holds, seconds, details`, JSON-ready. A bench that
+        cannot run here has `value` null, `holds` false and `not_measured` saying why.
     """
     started_s = time.monotonic()
     result: dict[str, Any] = {"name": figure.name, "unit": figure.unit, "goal": figure.goal}

@@ -77,9 +77,7 @@ def _compare(
     differing = [
         use or "base"
         for use in uses
-        if list(
-            engine.complete(Prompt(token_ids=prompts[0]), sampling, adapter=use).token_ids
-        )
+        if list(engine.complete(Prompt(token_ids=prompts[0]), sampling, adapter=use).token_ids)
         != oracle.greedy(prompts[0], use, _GREEDY_TOKENS)
     ]
     worst = max(errors.values())

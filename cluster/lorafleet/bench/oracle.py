@@ -59,7 +59,9 @@ class PeftOracle:
     def first_logits(self, token_ids: Sequence[int], adapter: str | None) -> np.ndarray:
         """Logits (V,) float32 of the token that follows the prompt; None is the base model."""
         with self._torch.inference_mode():
-            return self._forward(self._torch.tensor([list(token_ids)]), adapter).logits[0, -1].numpy()
+            out = self._forward(self._torch.tensor([list(token_ids)]), adapter)
+        logits: np.ndarray = out.logits[0, -1].numpy()
+        return logits
 
     def greedy(self, token_ids: Sequence[int], adapter: str | None, num_tokens: int) -> list[int]:
         """The next `num_tokens` tokens by argmax, the end-of-sequence token not special."""

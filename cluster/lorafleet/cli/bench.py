@@ -11,12 +11,13 @@ import typer
 from lorafleet.cli.output import JsonOption, err, out, print_json
 from lorafleet.core.errors import NotFound
 
+
 def bench(
     name: Annotated[str, typer.Argument(help="A figure's name, `list`, or `all`.")],
     json: JsonOption = False,
-    output: Annotated[
-        Path, typer.Option(help="Where `all` writes its JSON.")
-    ] = Path("benchmarks/out/latest.json"),
+    output: Annotated[Path, typer.Option(help="Where `all` writes its JSON.")] = Path(
+        "benchmarks/out/latest.json"
+    ),
 ) -> None:
     """Measure a figure; exit 0 only if its goal holds.
 

@@ -53,14 +53,18 @@ def demo(
                 gateway="127.0.0.1:0",
                 admin="127.0.0.1:0",
             ),
-            report=lambda line: err.print(f"[dim]{time.monotonic() - began_s:5.1f} s  {line}[/dim]"),
+            report=lambda line: err.print(
+                f"[dim]{time.monotonic() - began_s:5.1f} s  {line}[/dim]"
+            ),
         )
         try:
             state = supervisor.start()
             with Client(gateway=state.gateway, admin=state.admin) as client:
                 for name, directory in directories.items():
                     version, _ = client.push_adapter(directory, name=name)
-                    out.print(f"pushed [bold]{name}[/bold] {version.id[:19]}, rank {version.max_rank}")
+                    out.print(
+                        f"pushed [bold]{name}[/bold] {version.id[:19]}, rank {version.max_rank}"
+                    )
                 _ask_all(client, ["base", *directories], QUESTIONS, rounds)
         finally:
             err.print(f"[dim]{time.monotonic() - began_s:5.1f} s  stopping[/dim]")
@@ -98,7 +102,9 @@ def _ask_all(client: Client, names: list[str], questions: tuple[str, ...], round
     try:
         client.chat([("user", "Hello")], adapter="no-such-adapter")
     except LorafleetError as error:
-        out.print(f"an unknown adapter is never answered by the base: {error.code}: {error.message}")
+        out.print(
+            f"an unknown adapter is never answered by the base: {error.code}: {error.message}"
+        )
 
 
 class _Stream:

@@ -34,7 +34,9 @@ def up(
     adapter_pages: Annotated[
         int, typer.Option(help="Rank pages of each replica (8 rank rows each).")
     ] = 256,
-    detach: Annotated[bool, typer.Option("--detach", "-d", help="Return when it is ready.")] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="Return when it is ready.")
+    ] = False,
 ) -> None:
     """Start Redis, the registry, the replicas and the gateway; Ctrl-C stops them.
 

@@ -47,7 +47,10 @@ def export(family: Family, checkpoint: Checkpoint, *, lora: bool, page_rows: int
     sites: list[Site] = []
     spec = model.get_default_spec()
     if lora:
-        shapes = {path: (int(layer.weight.shape[0]), int(layer.weight.shape[1])) for path, layer in linears(model).items()}
+        shapes = {
+            path: (int(layer.weight.shape[0]), int(layer.weight.shape[1]))
+            for path, layer in linears(model).items()
+        }
         source_shapes = {name: checkpoint.shape(name) for name in checkpoint.names()}
         sites = find_sites(shapes, family.weight_map(), source_shapes.__getitem__)
         inject(model, sites)
@@ -87,4 +90,3 @@ def _constant_function(text: str) -> relax.Function:
     with builder.function("_metadata", params=[]):
         builder.emit_func_output(tvm.ir.StringImm(text))
     return builder.finalize()["_metadata"]
-

@@ -29,7 +29,9 @@ class HuggingFaceCheckpoint:
         try:
             self.config: dict[str, Any] = json.loads((path / "config.json").read_text())
         except ValueError as error:
-            raise InvalidInput(f"config.json: not valid JSON: {error}", file="config.json") from None
+            raise InvalidInput(
+                f"config.json: not valid JSON: {error}", file="config.json"
+            ) from None
         # transformers 5 nests it; readers everywhere know the flat name.
         rope = self.config.get("rope_parameters") or {}
         if "rope_theta" in rope:

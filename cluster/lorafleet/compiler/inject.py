@@ -54,7 +54,8 @@ class LoRALinear:
     B); rows without pages are left untouched. The sum is added into W x in place: no full-width
     delta exists. Defined by `lorafleet_kernels.reference.lora_add`.
 
-    References: Hu et al., "LoRA" (2021); Sheng et al., "S-LoRA" (2023); Chen et al., "Punica" (2023).
+    References: Hu et al., "LoRA" (2021); Sheng et al., "S-LoRA" (2023); Chen et al., "Punica"
+    (2023).
     """
 
     lora_site: int
@@ -133,9 +134,7 @@ def with_twins(
                 effect_mode=method.effect_mode,
             )
         )
-    return nn_spec.ModuleSpec(
-        module=stock.module, method_names=names, method_specs=methods
-    )
+    return nn_spec.ModuleSpec(module=stock.module, method_names=names, method_specs=methods)
 
 
 def _in_scope(method: Any) -> Any:

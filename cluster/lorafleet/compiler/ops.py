@@ -33,7 +33,7 @@ class PagedKVCache(nn.Object):
     def attention_with_fused_qkv(
         self, layer_id: int, qkv: nn.Tensor, num_qo_heads: int, sm_scale: float
     ) -> nn.Tensor:
-        """Rotate, append and attend; qkv is (b, s, heads, d), the result (b, s, num_qo_heads, d)."""
+        """Rotate, append and attend; (b, s, heads, d) to (b, s, num_qo_heads, d)."""
         b, s, _, d = qkv.shape
         out = nn.Tensor.placeholder((b, s, num_qo_heads, d), qkv.dtype)
         # op.extern takes tensors and scalars only; the cache is an opaque object.

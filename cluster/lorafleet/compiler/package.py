@@ -94,7 +94,10 @@ def _write(
 
     progress("writing weights", 0.1)
     digest = _write_weights(
-        checkpoint, exported.parameters, family.weight_map(), work,
+        checkpoint,
+        exported.parameters,
+        family.weight_map(),
+        work,
         lambda fraction: progress("writing weights", 0.1 + 0.4 * fraction),
     )
 
@@ -151,7 +154,7 @@ def _write_weights(
                 )
             array = np.ascontiguousarray(array, dtype=np.float32)
             digest.update(f"{name} float32 {shape} ".encode())
-            digest.update(hashlib.sha256(array).digest())
+            digest.update(hashlib.sha256(array.data).digest())
             yield name, array
             progress((i + 1) / len(parameters))
 

@@ -49,9 +49,9 @@ def find_site(
             f"site {name}: the weight mapping gives shape {made.shape}, the layer has {shape}",
             site=name,
         )
-    made = made.astype(np.int64)
-    index, row, column = made >> 40, made >> 20 & 0xFFFFF, made & 0xFFFFF
-    rows_kept = (index == index[:, :1]).all() and (row == row[:, :1]).all()
+    codes = made.astype(np.int64)
+    origins, row, column = codes >> 40, codes >> 20 & 0xFFFFF, codes & 0xFFFFF
+    rows_kept = (origins == origins[:, :1]).all() and (row == row[:, :1]).all()
     if not rows_kept or not (column == np.arange(shape[1])).all():
         raise Unsupported(
             f"site {name}: the weight mapping transposes or permutes columns, which LoRA here does "
@@ -60,7 +60,7 @@ def find_site(
         )
     parts = []
     for i, source in enumerate(origin.sources):
-        places = np.flatnonzero(index[:, 0] == i)
+        places = np.flatnonzero(origins[:, 0] == i)
         start, end = int(places[0]), int(places[-1]) + 1
         if end - start != len(places) or not (row[start:end, 0] == np.arange(end - start)).all():
             raise Unsupported(
@@ -68,9 +68,7 @@ def find_site(
                 "does not follow; exclude the site",
                 site=name,
             )
-        parts.append(
-            SitePart(source=source.removesuffix(".weight"), out_start=start, out_end=end)
-        )
+        parts.append(SitePart(source=source.removesuffix(".weight"), out_start=start, out_end=end))
     parts.sort(key=lambda part: part.out_start)
     return Site(name=name, in_features=shape[1], out_features=shape[0], parts=tuple(parts))
 

@@ -1,17 +1,16 @@
 """Where lorafleet keeps its files: one folder, `$LORAFLEET_HOME` or `~/.lorafleet`.
 
-    models/   compiled models, one folder each, complete or absent
-    blobs/    adapter files by sha256
-    redis/    the embedded Redis's append-only file
-    run/      what `up` started: addresses and process ids
-    logs/     one file a process
+models/   compiled models, one folder each, complete or absent
+blobs/    adapter files by sha256
+redis/    the embedded Redis's append-only file
+run/      what `up` started: addresses and process ids
+logs/     one file a process
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-
 
 VARIABLE = "LORAFLEET_HOME"
 

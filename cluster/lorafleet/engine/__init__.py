@@ -1,18 +1,22 @@
-"""One replica's engine: scheduling, KV blocks, adapter residency, sampling, text. No Ray, no Redis."""
+"""One replica's engine: scheduling, KV blocks, residency, sampling, text. No Ray, no Redis."""
 
 from __future__ import annotations
 
-from lorafleet.engine.engine import AdapterUse, Completion, Engine, Prompt, ResidencySnapshot
+from lorafleet.engine.book import AdapterUse
+from lorafleet.engine.engine import Engine
 from lorafleet.engine.options import EngineOptions
 from lorafleet.engine.request import (
+    Completion,
     Delta,
     Event,
     Failed,
     Finished,
     FinishReason,
+    Prompt,
     SamplingParams,
     Started,
 )
+from lorafleet.engine.snapshot import ResidencySnapshot
 
 __all__ = [
     "AdapterUse",
@@ -22,8 +26,8 @@ __all__ = [
     "EngineOptions",
     "Event",
     "Failed",
-    "Finished",
     "FinishReason",
+    "Finished",
     "Prompt",
     "ResidencySnapshot",
     "SamplingParams",

@@ -1,11 +1,11 @@
 """The engine: one replica's model, usable alone in a process.
 
-    engine = Engine(model_dir)
-    engine.start()
-    engine.upload_lora("adapters/pirate", name="pirate")
-    engine.set_lora("pirate")
-    print(engine.complete("Hello").text)
-    engine.stop()
+engine = Engine(model_dir)
+engine.start()
+engine.upload_lora("adapters/pirate", name="pirate")
+engine.set_lora("pirate")
+print(engine.complete("Hello").text)
+engine.stop()
 """
 
 from __future__ import annotations
@@ -13,70 +13,39 @@ from __future__ import annotations
 import asyncio
 import os
 import queue
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from types import EllipsisType
 
 import numpy as np
 
-from lorafleet.adapters import LoraAdapter, load_adapter
-from lorafleet.core.errors import Exhausted, InvalidInput, NotFound, Unsupported
+from lorafleet.adapters import load_adapter
+from lorafleet.core.errors import Exhausted, InvalidInput, Unsupported
 from lorafleet.core.model import BaseModel
 from lorafleet.engine.blocks import BlockTable
+from lorafleet.engine.book import AdapterBook, AdapterUse, Source
+from lorafleet.engine.intake import Intake
 from lorafleet.engine.loop import StepLoop
 from lorafleet.engine.options import EngineOptions
 from lorafleet.engine.plan import Chunk, build_plan
 from lorafleet.engine.request import (
+    Completion,
     Delta,
     Event,
     Failed,
     Finished,
-
     Mix,
+    Prompt,
     Request,
     SamplingParams,
 )
-from lorafleet.engine.residency import Residency, Source
+from lorafleet.engine.residency import Residency
 from lorafleet.engine.runner import Runner
 from lorafleet.engine.scheduler import Limits, Scheduler
+from lorafleet.engine.snapshot import ResidencySnapshot, Snapshots, Subscriber
 from lorafleet.engine.text import TextCodec
-from lorafleet.native.kv_cache import BLOCK_SIZE
-
-AdapterUse = None | str | Sequence[tuple[str, float]]
-"""What answers: None is the base, a name or version id, or several of them with scales."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResidencySnapshot:
-    """What the engine holds and how busy it is; `sequence` grows with every change."""
-
-    sequence: int = 0
-    resident: tuple[str, ...] = ()
-    loading: tuple[str, ...] = ()
-    free_pages: int = 0
-    num_pages: int = 0
-    running: int = 0
-    waiting: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
-    """A whole answer."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finished: Finished
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
-    """Exactly one of the three: text, token ids, or messages for the chat template."""
-
-    text: str | None = None
-    token_ids: Sequence[int] | None = None
-    messages: Sequence[Mapping[str, str]] | None = None
 
 
 class Engine:
@@ -97,13 +66,10 @@ class Engine:
         self.options = options or EngineOptions()
         self.base = BaseModel.read(self.model_dir)
         self.codec = TextCodec(self.model_dir)
-        self._lock = threading.Lock()  # guards what follows
-        self._names: dict[str, str] = {}
-        self._uploaded: dict[str, LoraAdapter] = {}
+        self._intake = Intake(self.base, self.codec, self.options.kv_tokens)
+        self._book = AdapterBook()
+        self._snapshots = Snapshots()
         self._default: AdapterUse = None
-        self._snapshot = ResidencySnapshot()
-        self._subscribers: list[Callable[[ResidencySnapshot], None]] = []
-        self._source: Source | None = None
         self._loop: StepLoop | None = None
         self._residency: Residency | None = None
         self._runner: Runner | None = None
@@ -125,9 +91,7 @@ class Engine:
         num_blocks = BlockTable.needed(options.kv_tokens)
         self._runner = runner = Runner(self.model_dir, num_blocks, options.num_adapter_pages)
         if runner.pool is not None:
-            self._residency = Residency(
-                runner.pool, self._find_version, self._wake, options.max_loads
-            )
+            self._residency = Residency(runner.pool, self._book.find, self._wake, options.max_loads)
         self._scheduler = Scheduler(
             BlockTable(num_blocks),
             self._residency,
@@ -170,7 +134,7 @@ class Engine:
 
     def set_source(self, source: Source) -> None:
         """Say where versions that were not uploaded here come from; called in loader threads."""
-        self._source = source
+        self._book.set_source(source)
 
     def upload_lora(self, path: Path | str, name: str | None = None) -> str:
         """Read and check a PEFT directory and begin to load it; return its version id.
@@ -193,10 +157,7 @@ class Engine:
                 f"{path}: rank {adapter.max_rank} needs {pages} rank pages; the engine has "
                 f"{self.options.num_adapter_pages}: raise num_adapter_pages"
             )
-        with self._lock:
-            self._uploaded[adapter.version] = adapter
-            if name is not None:
-                self._names[name] = adapter.version
+        self._book.add(adapter, name)
         loop.call(lambda: residency.ensure(adapter.version, time.monotonic())).result()
         return adapter.version
 
@@ -209,8 +170,7 @@ class Engine:
             A name is not known.
         """
         self._resolve(use)
-        with self._lock:
-            self._default = use
+        self._default = use
 
     def get_lora_delta(self, name: str, site: str) -> np.ndarray:
         """s·B A of an uploaded adapter at a site, (out_features, in_features) float32.
@@ -221,9 +181,7 @@ class Engine:
             The adapter or the site is not known.
         """
         (version, _), *_ = self._resolve(name)
-        with self._lock:
-            adapter = self._uploaded.get(version)
-        return (adapter or self._find_version(version)).delta(site)
+        return self._book.find(version).delta(site)
 
     def ensure_resident(self, use: AdapterUse, timeout_s: float = 60.0) -> None:
         """Wait until all versions are in rank pages.
@@ -240,14 +198,13 @@ class Engine:
             if time.monotonic() > deadline_s:
                 raise Exhausted(f"adapters were not loaded within {timeout_s:g} s")
             for version, _ in mix:
-                loop.call(lambda v=version: residency.ensure(v, time.monotonic())).result()
+                loop.call(partial(residency.ensure, version, time.monotonic())).result()
             time.sleep(0.005)
 
     def unload(self, version: str) -> bool:
         """Drop a version from rank pages now; False when it is in use or not there."""
         loop, residency = self._loaded()
-        with self._lock:
-            self._uploaded.pop(version, None)
+        self._book.forget(version)
         return bool(loop.call(lambda: residency.pool.evict(version)).result())
 
     # Generation.
@@ -257,7 +214,7 @@ class Engine:
         prompt: Prompt | str,
         sampling: SamplingParams | None = None,
         *,
-        adapter: AdapterUse = ...,  # type: ignore[assignment]
+        adapter: AdapterUse | EllipsisType = ...,
     ) -> AsyncIterator[Event]:
         """Stream Started, Deltas and Finished; leaving the iterator aborts the request.
 
@@ -295,7 +252,7 @@ class Engine:
         prompt: Prompt | str,
         sampling: SamplingParams | None = None,
         *,
-        adapter: AdapterUse = ...,  # type: ignore[assignment]
+        adapter: AdapterUse | EllipsisType = ...,
     ) -> Iterator[Event]:
         """`generate` for code without an event loop."""
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -316,10 +273,11 @@ class Engine:
         prompt: Prompt | str,
         sampling: SamplingParams | None = None,
         *,
-        adapter: AdapterUse = ...,  # type: ignore[assignment]
+        adapter: AdapterUse | EllipsisType = ...,
     ) -> Completion:
         """The whole answer at once."""
-        text, tokens = "", []
+        text = ""
+        tokens: list[int] = []
         for event in self.stream(prompt, sampling, adapter=adapter):
             if isinstance(event, Delta):
                 text += event.text
@@ -337,7 +295,10 @@ class Engine:
             The batch does not fit into the free KV blocks.
         """
         loop, _ = self._running()
-        requests = [self._request(Prompt(token_ids=ids), None, use, _ignore) for ids, use in batch]
+        requests = [
+            self._intake.request(Prompt(token_ids=ids), None, mix=self._resolve(use), emit=_ignore)
+            for ids, use in batch
+        ]
         for _, use in batch:
             if use is not None:
                 self.ensure_resident(use)
@@ -347,18 +308,11 @@ class Engine:
 
     def residency(self) -> ResidencySnapshot:
         """The newest snapshot."""
-        return self._snapshot
+        return self._snapshots.newest
 
-    def subscribe(self, callback: Callable[[ResidencySnapshot], None]) -> Callable[[], None]:
+    def subscribe(self, callback: Subscriber) -> Callable[[], None]:
         """Call back on the step thread at every change; the result ends it."""
-        with self._lock:
-            self._subscribers.append(callback)
-
-        def unsubscribe() -> None:
-            with self._lock:
-                self._subscribers.remove(callback)
-
-        return unsubscribe
+        return self._snapshots.subscribe(callback)
 
     def check(self) -> None:
         """Prove that no KV block and no rank page is lost; Internal if one is."""
@@ -366,26 +320,8 @@ class Engine:
         loop.call(scheduler.check).result()
 
     def tokenize(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt.
-
-        Raises
-        ------
-        InvalidInput
-            It is empty, or has ids outside the vocabulary.
-        """
-        if prompt.messages is not None:
-            ids = self.codec.encode(self.codec.chat(prompt.messages))
-        elif prompt.token_ids is not None:
-            ids = list(prompt.token_ids)
-        else:
-            ids = self.codec.encode(prompt.text or "")
-        if not ids:
-            raise InvalidInput("prompt: expected at least one token", field="prompt")
-        if min(ids) < 0 or max(ids) >= self.base.vocab_size:
-            raise InvalidInput(
-                f"prompt: token ids must be in [0, {self.base.vocab_size})", field="token_ids"
-            )
-        return ids
+        """Token ids of a prompt; see `Intake.tokenize`."""
+        return self._intake.tokenize(prompt)
 
     # Inside.
 
@@ -393,69 +329,25 @@ class Engine:
         self,
         prompt: Prompt | str,
         sampling: SamplingParams | None,
-        adapter: AdapterUse,
+        adapter: AdapterUse | EllipsisType,
         emit: Callable[[Event], None],
     ) -> Request:
         loop, _ = self._running()
-        if self._snapshot.waiting >= self.options.max_waiting:
-            raise Exhausted(f"{self._snapshot.waiting} requests are waiting; try again later")
+        if self._snapshots.newest.waiting >= self.options.max_waiting:
+            raise Exhausted(
+                f"{self._snapshots.newest.waiting} requests are waiting; try again later"
+            )
         if isinstance(prompt, str):
             prompt = Prompt(text=prompt)
-        use = self._default if adapter is ... else adapter
-        request = self._request(prompt, sampling, use, emit)
+        use = self._default if isinstance(adapter, EllipsisType) else adapter
+        request = self._intake.request(prompt, sampling, mix=self._resolve(use), emit=emit)
         loop.submit(request)
         return request
 
-    def _request(
-        self,
-        prompt: Prompt,
-        sampling: SamplingParams | None,
-        use: AdapterUse,
-        emit: Callable[[Event], None],
-    ) -> Request:
-        sampling = sampling or SamplingParams()
-        ids = self.tokenize(prompt)
-        room = min(self.base.context_window, self.options.kv_tokens) - len(ids)
-        if room < 1:
-            raise InvalidInput(
-                f"prompt: {len(ids)} tokens do not fit into a context of {len(ids) + room} and "
-                "leave room for an answer",
-                field="prompt",
-            )
-        if sampling.max_tokens > room:
-            sampling = replace(sampling, max_tokens=room)
-        return Request(
-            prompt_length=len(ids),
-            tokens=ids,
-            mix=self._resolve(use),
-            sampling=sampling,
-            emit=emit,
-            arrived_s=time.monotonic(),
-        )
-
     def _resolve(self, use: AdapterUse) -> Mix:
-        if use is None:
-            return ()
-        if not self.base.sites:
+        if use is not None and not self.base.sites:
             raise Unsupported(f"base model {self.base.name!r} was compiled without LoRA")
-        uses = [(use, 1.0)] if isinstance(use, str) else use
-        with self._lock:
-            return tuple((self._version(name), float(scale)) for name, scale in uses)
-
-    def _version(self, name: str) -> str:
-        version = self._names.get(name, name)
-        if version not in self._uploaded and self._source is None:
-            raise NotFound(f"adapter {name!r} is not known", adapter=name)
-        return version
-
-    def _find_version(self, version: str) -> LoraAdapter:
-        with self._lock:
-            adapter, source = self._uploaded.get(version), self._source
-        if adapter is not None:
-            return adapter
-        if source is None:
-            raise NotFound(f"adapter {version!r} is not known", adapter=version)
-        return source(version)
+        return self._book.resolve(use)
 
     def _one_step(self, requests: list[Request]) -> np.ndarray:
         _, scheduler = self._running()
@@ -465,9 +357,7 @@ class Engine:
         try:
             for request in requests:
                 needed = blocks.needed(request.prompt_length)
-                references = (
-                    self._residency.pin(request.mix) if self._residency is not None else ()
-                )
+                references = self._residency.pin(request.mix) if self._residency is not None else ()
                 if not blocks.can_allocate(needed) or references is None:
                     raise Exhausted("the batch does not fit into the engine's free memory")
                 request.blocks, request.page_refs = blocks.allocate(needed), references
@@ -507,22 +397,16 @@ class Engine:
         """Take a snapshot and tell subscribers if it is news. Step thread."""
         assert self._scheduler is not None
         pool = self._residency.pool if self._residency is not None else None
-        snapshot = ResidencySnapshot(
-            sequence=self._snapshot.sequence,
-            resident=tuple(pool.residents()) if pool else (),
-            loading=self._residency.loading() if self._residency is not None else (),
-            free_pages=pool.free_pages() if pool else 0,
-            num_pages=pool.num_pages if pool else 0,
-            running=len(self._scheduler.running),
-            waiting=len(self._scheduler.waiting),
+        self._snapshots.publish(
+            ResidencySnapshot(
+                resident=tuple(pool.residents()) if pool else (),
+                loading=self._residency.loading() if self._residency is not None else (),
+                free_pages=pool.free_pages() if pool else 0,
+                num_pages=pool.num_pages if pool else 0,
+                running=len(self._scheduler.running),
+                waiting=len(self._scheduler.waiting),
+            )
         )
-        if snapshot == self._snapshot:
-            return
-        self._snapshot = replace(snapshot, sequence=snapshot.sequence + 1)
-        with self._lock:
-            subscribers = list(self._subscribers)
-        for subscriber in subscribers:
-            subscriber(self._snapshot)
 
 
 def _ignore(event: Event) -> None:

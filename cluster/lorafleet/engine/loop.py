@@ -156,9 +156,7 @@ class StepLoop:
         token = output.sampler.sample(logits)
         if request.num_generated == 0:
             request.first_token_s = now_s
-            request.emit(
-                Started(resident=request.resident, prompt_tokens=request.prompt_length)
-            )
+            request.emit(Started(resident=request.resident, prompt_tokens=request.prompt_length))
         request.tokens.append(token)
         ended = token in self._eos_ids and not request.sampling.ignore_eos
         text = "" if ended else output.detokenizer.push(token)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lorafleet.core.errors import InvalidInput, LorafleetError
@@ -96,6 +96,24 @@ class Failed:
 Event = Started | Delta | Finished | Failed
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """Exactly one of the three: text, token ids, or messages for the chat template."""
+
+    text: str | None = None
+    token_ids: Sequence[int] | None = None
+    messages: Sequence[Mapping[str, str]] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """A whole answer."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finished: Finished
+
+
 @dataclass(eq=False, slots=True, kw_only=True)
 class Request:
     """One sequence.
@@ -108,7 +126,7 @@ class Request:
     tokens: list[int]
     mix: Mix
     sampling: SamplingParams
-    emit: Callable[[Event], None]
+    emit: Callable[[Event], object]
     arrived_s: float
     cancelled: threading.Event = field(default_factory=threading.Event)
     resident: bool = True

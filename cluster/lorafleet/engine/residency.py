@@ -18,10 +18,8 @@ from dataclasses import dataclass
 
 from lorafleet.adapters import LoraAdapter
 from lorafleet.core.errors import Exhausted, Internal, InvalidInput, LorafleetError
+from lorafleet.engine.book import Source
 from lorafleet.native import AdapterPool
-
-Source = Callable[[str], LoraAdapter]
-"""Finds a version by its id; may block; raises NotFound."""
 
 
 class Stage(enum.Enum):
@@ -86,7 +84,7 @@ class Residency:
             self._threads.submit(self._read, version, load)
 
     def pin(self, mix: Iterable[tuple[str, float]]) -> tuple[tuple[int, float], ...] | None:
-        """Pin all versions of a mix and return its (page, scale) references; None if one is absent."""
+        """Pin a mix and return its (page, scale) references; None if a version is absent."""
         references: list[tuple[int, float]] = []
         pinned: list[str] = []
         for version, scale in mix:
@@ -168,6 +166,9 @@ class Residency:
 
 
 def _fail(load: _Load, error: Exception) -> None:
-    known = isinstance(error, LorafleetError)
-    load.error = error if known else Internal(f"loading the adapter failed: {error!r}")  # type: ignore[assignment]
+    load.error = (
+        error
+        if isinstance(error, LorafleetError)
+        else Internal(f"loading the adapter failed: {error!r}")
+    )
     load.done = True

@@ -1,7 +1,7 @@
 """Which requests run, and which of their tokens go into the next step.
 
-It owns the waiting and running queues and decides admission; the step thread alone calls it. It does
-not run models, choose tokens or know clients.
+It owns the waiting and running queues and decides admission; the step thread alone calls it. It
+does not run models, choose tokens or know clients.
 
 Admission is in order of arrival, with one exception: a request whose adapter is not in rank pages
 yet is overtaken. To bound its wait, once an adapter has waited for pages longer than the age limit,

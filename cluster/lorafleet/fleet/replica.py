@@ -68,11 +68,7 @@ class Replica:
         self._service = ReplicaService(self._engine, options.replica_id)
         self._server = GrpcServer(
             f"{options.host}:0",
-            [
-                Service(
-                    name=REPLICA, add=partial(add_ReplicaServicer_to_server, self._service)
-                )
-            ],
+            [Service(name=REPLICA, add=partial(add_ReplicaServicer_to_server, self._service))],
         )
         self._lease: asyncio.Task[None] | None = None
         self._sweeps: set[asyncio.Task[None]] = set()
@@ -175,7 +171,7 @@ class Replica:
                 await asyncio.sleep(0.01)
 
     def _unload_deleted(self, names: frozenset[str]) -> None:
-        """After a change of the catalogue: versions that nobody can ask for give their pages back."""
+        """After a change: versions that nobody can ask for any more give their pages back."""
         del names
         task = asyncio.create_task(self._sweep(), name="unload")
         self._sweeps.add(task)

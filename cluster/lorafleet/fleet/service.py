@@ -7,8 +7,17 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from lorafleet.core.errors import InvalidInput, Unavailable
-from lorafleet.engine import Delta, Engine, Event, Finished, FinishReason, Prompt, SamplingParams
-from lorafleet.engine import ResidencySnapshot, Started
+from lorafleet.engine import (
+    Delta,
+    Engine,
+    Event,
+    Finished,
+    FinishReason,
+    Prompt,
+    ResidencySnapshot,
+    SamplingParams,
+    Started,
+)
 from lorafleet.v1 import inference_pb2, replica_pb2, replica_pb2_grpc
 
 REPLICA = replica_pb2.DESCRIPTOR.services_by_name["Replica"].full_name

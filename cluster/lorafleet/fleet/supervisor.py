@@ -180,9 +180,7 @@ class Supervisor:
         options = self._options
         # No request passes Serve's proxy; what little it needs listens on a free port.
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        serve.start(
-            proxy_location=ProxyLocation.Disabled, http_options=HTTPOptions(port=0)
-        )
+        serve.start(proxy_location=ProxyLocation.Disabled, http_options=HTTPOptions(port=0))
         # Waits for the replicas to drain; Serve's own processes end with Ray.
         stack.callback(serve.delete, APP)
         cores = len(os.sched_getaffinity(0))

@@ -15,6 +15,7 @@ from pathlib import Path
 from lorafleet.core.log import get_logger
 from lorafleet.core.model import BaseModel
 from lorafleet.gateway.dispatch import Dispatcher
+from lorafleet.gateway.door import Door
 from lorafleet.gateway.replicas import PoolOptions, ReplicaPool
 from lorafleet.gateway.resolve import Resolver
 from lorafleet.gateway.service import FLEET, INFERENCE, FleetService, InferenceService
@@ -27,6 +28,9 @@ from lorafleet.v1.inference_pb2_grpc import add_InferenceServicer_to_server
 from lorafleet.wire.channel import GrpcServer, Service
 
 _HEALTH_PERIOD_S = 0.1
+
+# After the last request has ended, its status may still be on its way to the client.
+_LAST_WORDS_S = 1.0
 
 _log = get_logger(__name__)
 
@@ -53,6 +57,14 @@ class GatewayOptions:
     pool: PoolOptions = field(default_factory=PoolOptions)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Running:
+    server: GrpcServer
+    pool: ReplicaPool
+    door: Door
+    health: asyncio.Task[None]
+
+
 class Gateway:
     """One gateway in the running event loop.
 
@@ -64,8 +76,7 @@ class Gateway:
     def __init__(self, options: GatewayOptions) -> None:
         self._options = options
         self._exit = contextlib.AsyncExitStack()
-        self._server: GrpcServer | None = None
-        self._pool: ReplicaPool | None = None
+        self._running: _Running | None = None
         self._ready = False
 
     @property
@@ -76,7 +87,7 @@ class Gateway:
     @property
     def view(self) -> FleetView:
         """The fleet as this gateway sees it; empty while it is not running."""
-        return self._pool.view if self._pool is not None else FleetView()
+        return self._running.pool.view if self._running is not None else FleetView()
 
     async def start(self) -> str:
         """Serve; returns the address. Does not wait for Redis nor for replicas.
@@ -100,7 +111,8 @@ class Gateway:
             await pool.start()
             stack.push_async_callback(pool.stop)
             dispatcher = Dispatcher(resolver=Resolver(catalogue, store, base), pool=pool)
-            inference = InferenceService(dispatcher, catalogue, base)
+            door = Door()
+            inference = InferenceService(dispatcher, catalogue, base, door)
             fleet = FleetService(pool, catalogue, base)
             server = GrpcServer(
                 options.listen,
@@ -115,26 +127,30 @@ class Gateway:
             await self._tell(server, False)
             health = asyncio.create_task(self._follow_health(server, catalogue, pool))
             stack.push_async_callback(end, health)
-            self._server, self._pool = server, pool
+            self._running = _Running(server=server, pool=pool, door=door, health=health)
             self._exit = stack.pop_all()
         _log.info("gateway started", address=address, base=base.name, digest=base.digest)
         return address
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """Report not ready, refuse new requests, let streams end for `grace_s`, then close all."""
-        if self._server is None:
+        if self._running is None:
             return
-        server, self._server = self._server, None
-        self._ready = False
-        await server.stop(grace_s)
+        running, self._running = self._running, None
+        await end(running.health)
+        await self._tell(running.server, False)
+        running.door.close()
+        empty = await running.door.wait_empty(grace_s)
+        if not empty:
+            _log.warning("requests are cut off", requests=running.door.inside, grace_s=grace_s)
+        await running.server.stop(_LAST_WORDS_S if empty else 0.0)
         await self._exit.aclose()
-        self._pool = None
         _log.info("gateway stopped")
 
     async def _follow_health(
         self, server: GrpcServer, catalogue: Catalogue, pool: ReplicaPool
     ) -> None:
-        while self._server is server:
+        while True:
             ready = catalogue.synced and bool(pool.view.eligible)
             if ready != self._ready:
                 await self._tell(server, ready)

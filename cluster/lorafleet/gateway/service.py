@@ -19,9 +19,16 @@ from lorafleet.core.model import BaseModel
 from lorafleet.core.names import BASE
 from lorafleet.gateway import convert, validate
 from lorafleet.gateway.dispatch import Dispatcher
+from lorafleet.gateway.door import Door
 from lorafleet.gateway.replicas import ReplicaPool
 from lorafleet.registry.catalogue import Catalogue
-from lorafleet.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
+from lorafleet.v1 import (
+    fleet_pb2,
+    fleet_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    replica_pb2,
+)
 
 INFERENCE = "lorafleet.v1.Inference"
 FLEET = "lorafleet.v1.Fleet"
@@ -37,7 +44,10 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class InferenceService(inference_pb2_grpc.InferenceServicer):
     """Serves `lorafleet.v1.Inference`."""
 
-    def __init__(self, dispatcher: Dispatcher, catalogue: Catalogue, base: BaseModel) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, catalogue: Catalogue, base: BaseModel, door: Door
+    ) -> None:
+        self._door = door
         self._dispatcher = dispatcher
         self._catalogue = catalogue
         self._base = base
@@ -48,9 +58,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """Continue a prompt."""
         validate.check_generate(request, self._base)
         inner = convert.from_generate(request)
-        inner.request_id = _request_id(context)
-        answer = self._dispatcher.generate(request.adapter, inner, context.time_remaining)
-        async with aclosing(answer) as responses:
+        async with aclosing(self._answer(request.adapter, inner, context)) as responses:
             async for response in responses:
                 yield response
 
@@ -60,9 +68,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """Answer a conversation."""
         validate.check_chat(request, self._base)
         inner = convert.from_chat(request)
-        inner.request_id = _request_id(context)
-        answer = self._dispatcher.generate(request.adapter, inner, context.time_remaining)
-        async with aclosing(answer) as responses:
+        async with aclosing(self._answer(request.adapter, inner, context)) as responses:
             async for response in responses:
                 yield convert.to_chat(response)
 
@@ -84,7 +90,18 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.TokenizeResponse:
         """Turn a text or a conversation into token ids."""
         validate.check_tokenize(request)
-        return await self._dispatcher.tokenize(request, context.time_remaining)
+        with self._door.passing():
+            return await self._dispatcher.tokenize(request, context.time_remaining)
+
+    async def _answer(
+        self, adapter: str, request: replica_pb2.ReplicaGenerateRequest, context: _Context
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        request.request_id = _request_id(context)
+        with self._door.passing():
+            answer = self._dispatcher.generate(adapter, request, context.time_remaining)
+            async with aclosing(answer) as responses:
+                async for response in responses:
+                    yield response
 
 
 class FleetService(fleet_pb2_grpc.FleetServicer):

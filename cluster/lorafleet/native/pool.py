@@ -36,8 +36,10 @@ class AdapterPool:
         self._handle: Any = self._functions.pool_create(
             [_shape(shape) for shape in shapes], num_pages, page_rows
         )
-        self.bytes_per_page = 4 * page_rows * sum(
-            len(site.parts) * site.in_features + site.out_features for site in sites
+        self.bytes_per_page = (
+            4
+            * page_rows
+            * sum(len(site.parts) * site.in_features + site.out_features for site in sites)
         )
 
     def tensors(self) -> list[Any]:
@@ -54,15 +56,13 @@ class AdapterPool:
         Conflict
             The version is loading or resident already.
         """
-        return [str(name) for name in self._functions.pool_reserve(self._handle, version, num_pages)]
+        return [
+            str(name) for name in self._functions.pool_reserve(self._handle, version, num_pages)
+        ]
 
-    def write(
-        self, version: str, site: int, part: int, a: np.ndarray, b_t: np.ndarray
-    ) -> None:
+    def write(self, version: str, site: int, part: int, a: np.ndarray, b_t: np.ndarray) -> None:
         """Copy the rank rows of one part: a is (r, in) and b_t is (r, part width), float32."""
-        self._functions.pool_write(
-            self._handle, version, site, part, _tensor(a), _tensor(b_t)
-        )
+        self._functions.pool_write(self._handle, version, site, part, _tensor(a), _tensor(b_t))
 
     def commit(self, version: str) -> None:
         """Make a loading version resident."""

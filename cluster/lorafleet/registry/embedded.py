@@ -31,6 +31,7 @@ SERVER_VARIABLE = "LORAFLEET_REDIS_SERVER"
 _HOST = "127.0.0.1"
 _START_TIMEOUT_S = 30.0
 _STOP_TIMEOUT_S = 10.0
+_ASK_AGAIN_S = 0.5
 _POLL_S = 0.02
 _PORT_TRIES = 5
 _NO_RETRY = Retry(NoBackoff(), 0)
@@ -174,13 +175,7 @@ class EmbeddedRedis:
         """Save, stop the server, and let go of the directory. Does nothing when it is stopped."""
         running, self._running = self._running, None
         if running is not None:
-            _shut_down(running.port, running.process.pid, self._directory)
-            try:
-                running.process.wait(_STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                _log.warning("redis-server does not stop; killing it", pid=running.process.pid)
-                running.process.kill()
-                running.process.wait()
+            self._end(running)
         self._release_owner()
 
     def __enter__(self) -> EmbeddedRedis:
@@ -189,6 +184,19 @@ class EmbeddedRedis:
 
     def __exit__(self, *_exc: object) -> None:
         self.stop()
+
+    def _end(self, running: _Running) -> None:
+        process = running.process
+        deadline = time.monotonic() + _STOP_TIMEOUT_S
+        while time.monotonic() < deadline:
+            # It refuses while it writes its first append-only file, so ask more than once.
+            _shut_down(running.port, process.pid, self._directory)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_ASK_AGAIN_S)
+                return
+        _log.warning("redis-server does not stop; killing it", pid=process.pid)
+        process.kill()
+        process.wait()
 
     def _release_owner(self) -> None:
         if self._owner_lock is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -25,7 +26,10 @@ T = TypeVar("T")
 PREFIX = "{lorafleet}:"
 """Starts every key. The braces put all into one hash slot, so that scripts run on a cluster."""
 
-_TRANSIENT_REPLIES = ("LOADING", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "MISCONF", "NOREPLICAS")
+_TRANSIENT = frozenset(
+    {"LOADING", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "MISCONF", "NOREPLICAS", "READONLY"}
+)
+_MAX_CONCURRENT = 32
 _FIRST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 0.5
 
@@ -83,6 +87,7 @@ class RedisLink:
             retry=Retry(NoBackoff(), 0),
         )
         self._scripts: dict[str, Any] = {}
+        self._turns = asyncio.Semaphore(_MAX_CONCURRENT)
 
     async def close(self) -> None:
         """Close every connection."""
@@ -106,8 +111,8 @@ class RedisLink:
         retried = False
         while True:
             try:
-                async with asyncio.timeout_at(give_up_at):
-                    return Reply(value=await self._ask(command), retried=retried)
+                async with asyncio.timeout_at(give_up_at), self._turns:
+                    return Reply(value=await command(self._client), retried=retried)
             except (RedisError, OSError, TimeoutError) as error:
                 await self._raise_unless_transient(error)
                 last = error
@@ -134,31 +139,34 @@ class RedisLink:
             registered = self._scripts[script] = self._client.register_script(script)
         return await self.call(lambda client: registered(keys=keys, args=args, client=client))
 
-    async def _ask(self, command: Callable[[Redis], Awaitable[T]]) -> T:
-        """Run a command once, and end when the task was cancelled meanwhile.
-
-        The client sends by `asyncio.wait_for`, which until Python 3.12 swallows a cancellation that
-        comes just as what it waits for is done (python/cpython#86296): a loop over Redis commands
-        would then go on for ever, and whoever waits for its end with it.
-        """
-        task = asyncio.current_task()
-        cancellations = task.cancelling() if task else 0
-        value = await command(self._client)
-        if task and task.cancelling() > cancellations:
-            raise asyncio.CancelledError
-        return value
-
     async def _raise_unless_transient(self, error: Exception) -> None:
-        if isinstance(error, ReadOnlyError):
+        """Raise what no retry can help; a connection that failed or was slow is not that."""
+        if not isinstance(error, ResponseError):
+            return
+        reason = _reason(error)
+        if reason == "READONLY":
             # A demoted primary keeps its sockets open: only new connections find the new primary.
             await self._client.connection_pool.disconnect(inuse_connections=False)
-            return
-        if isinstance(error, OutOfMemoryError):
+        elif reason == "OOM":
             raise Exhausted("the registry's Redis has no memory left; raise its maxmemory")
-        # What else is no ResponseError is a connection that failed or was slow.
-        if isinstance(error, ResponseError) and not str(error).startswith(_TRANSIENT_REPLIES):
+        elif reason not in _TRANSIENT:
             _log.error("Redis refused a command", exc_info=error)
             raise Internal(f"the registry's Redis refused a command: {error}") from error
+
+
+def _reason(error: ResponseError) -> str:
+    """Return the code word of a refusal.
+
+    The client knows some by class and has cut the word off; Redis 6 wraps those of a script's
+    commands in prose.
+    """
+    if isinstance(error, ReadOnlyError):
+        return "READONLY"
+    if isinstance(error, OutOfMemoryError):
+        return "OOM"
+    text = str(error)
+    inner = re.search(r": -([A-Z]+) ", text)
+    return inner[1] if inner else text.partition(" ")[0]
 
 
 def _away(error: Exception) -> Unavailable:

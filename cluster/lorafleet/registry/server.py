@@ -12,6 +12,7 @@ import functools
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lorafleet import native
 from lorafleet.adapters import load_adapter
 from lorafleet.core.errors import LorafleetError
 from lorafleet.core.log import get_logger
@@ -57,9 +58,12 @@ class RegistryServer:
             The model directory is no compiled model.
         Conflict
             The address is in use.
+        Internal
+            The native library was not built.
         """
         options = self._options
         base = await asyncio.to_thread(BaseModel.read, options.model_dir)
+        await asyncio.to_thread(native.load)  # takes seconds: not at the expense of the first push
         async with contextlib.AsyncExitStack() as stack:
             store = RegistryStore(options.redis_url)
             stack.push_async_callback(store.close)

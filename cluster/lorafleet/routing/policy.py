@@ -31,7 +31,7 @@ from lorafleet.core.errors import Unavailable
 from lorafleet.routing.view import FleetView, ReplicaState
 
 # How far down its order a version is placed. At most 4 of 5 replicas can have 1.25 times the mean,
-# so even then 16 in a row are over the bound with probability 0.03; the least loaded of them serves.
+# so even then 16 in a row are over the bound with probability 0.03; the least loaded then serves.
 _MAX_WALK = 16
 
 _NOBODY: frozenset[str] = frozenset()

@@ -1,4 +1,4 @@
-"""The client library: requests to a gateway, adapters to the registry. Needs neither TVM nor Ray."""
+"""The client library: requests to a gateway, adapters to the registry. Needs no TVM and no Ray."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ Addresses are found as `endpoints` says. Errors are those of `lorafleet.core.err
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -153,7 +152,7 @@ class Client:
 
     def status(self) -> FleetStatus:
         """The fleet as the gateway sees it."""
-        stub: Any = fleet_pb2_grpc.FleetStub(self._channel("gateway"))
+        stub: Any = fleet_pb2_grpc.FleetStub(self._channel("gateway"))  # type: ignore[no-untyped-call]
         reply = self._call(stub.GetStatus, fleet_pb2.GetStatusRequest())
         return FleetStatus(
             base_model=reply.base_model,
@@ -242,15 +241,21 @@ class Client:
 
     def _stream(self, method: Any, request: Any) -> Iterator[Event]:
         call = method(request, timeout=self._timeout_s)
-        with contextlib.closing(_events(call)) as events:
-            yield from events
+        try:
+            for message in call:
+                yield _event(message)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        finally:
+            call.cancel()
 
 
 def collect(events: Iterator[Event]) -> Completion:
     """Read a stream to its end, and time it."""
     began_s = time.monotonic()
     first_s = last_s = began_s
-    text, token_ids = "", []
+    text = ""
+    token_ids: list[int] = []
     started: Started | None = None
     finished: Finished | None = None
     for event in events:
@@ -265,7 +270,8 @@ def collect(events: Iterator[Event]) -> Completion:
                 token_ids += event.token_ids
             case Finished():
                 finished = event
-    assert started is not None and finished is not None, "the protocol's order"
+    assert started is not None, "a stream begins with Started"
+    assert finished is not None, "a stream ends with Finished or an error"
     later, decode_s = len(token_ids) - 1, last_s - first_s
     return Completion(
         text=text,
@@ -277,16 +283,6 @@ def collect(events: Iterator[Event]) -> Completion:
         ttft_s=first_s - began_s,
         tokens_per_s=later / decode_s if later > 0 and decode_s > 0 else 0.0,
     )
-
-
-def _events(call: Any) -> Iterator[Event]:
-    try:
-        for message in call:
-            yield _event(message)
-    except grpc.RpcError as error:
-        raise from_rpc_error(error) from None
-    finally:
-        call.cancel()
 
 
 def _event(message: Any) -> Event:

@@ -8,7 +8,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from gateway_support import BASE, House, eventually, write_model_dir
+from gateway_support import House, eventually, write_model_dir
 from lorafleet.core.errors import Conflict, InvalidInput, Unavailable
 from lorafleet.gateway import Gateway, GatewayOptions
 from lorafleet.registry.embedded import EmbeddedRedis
@@ -134,4 +134,3 @@ async def test_what_cannot_start_says_why(house, tmp_path) -> None:
     nothing = GatewayOptions(redis_url=house.redis_url, model_dir=tmp_path / "none")
     with pytest.raises(InvalidInput, match="no compiled model"):
         await Gateway(nothing).start()
-    assert BASE.name

@@ -58,8 +58,8 @@ def test_sampling_out_of_range_is_named(wrong: dict, field: str) -> None:
     assert caught.value.facts["field"] == field
     with pytest.raises(InvalidInput):
         check_generate(GenerateRequest(text="x", sampling=SamplingParams(**wrong)), BASE)
+    messages = [Message(role="user", content="x")]
     with pytest.raises(InvalidInput):
-        messages = [Message(role="user", content="x")]
         check_chat(ChatRequest(messages=messages, sampling=SamplingParams(**wrong)), BASE)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -59,9 +60,7 @@ def make_manifest() -> Callable[..., VersionManifest]:
             "dtype": "float32",
             "files": (
                 FileEntry(name="adapter_config.json", size_bytes=5, sha256="c" * 64),
-                FileEntry(
-                    name="adapter_model.safetensors", size_bytes=7, sha256=f"{number:064x}"
-                ),
+                FileEntry(name="adapter_model.safetensors", size_bytes=7, sha256=f"{number:064x}"),
             ),
             "created_at_s": 1.8e9 + number,
         }
@@ -88,9 +87,7 @@ def make_base() -> Callable[..., BaseModel]:
                     out_features=width + width // 2,
                     parts=(q, v),
                 ),
-                Site(
-                    name=f"{prefix}.o_proj", in_features=width, out_features=width, parts=(o,)
-                ),
+                Site(name=f"{prefix}.o_proj", in_features=width, out_features=width, parts=(o,)),
             ]
         return BaseModel(
             name="tiny",
@@ -149,3 +146,62 @@ def make_adapter() -> Callable[..., Path]:
         return directory
 
     return make
+
+
+class Proxy:
+    """A TCP proxy to Redis: `target` is for new connections, `swallow` drops replies that have it.
+
+    A swallowed reply closes the connection: the command took effect and nobody was told.
+    """
+
+    def __init__(self, target: int) -> None:
+        self.target = target
+        self.swallow: bytes | None = None
+        self.num_swallowed = 0
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    async def start(self) -> str:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        return f"redis://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/0"
+
+    async def stop(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        for writer in self._writers:
+            writer.close()
+        await asyncio.sleep(0.01)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.target)
+        self._writers |= {writer, far_writer}
+        await asyncio.gather(
+            self._pump(reader, far_writer, replies=False),
+            self._pump(far_reader, writer, replies=True),
+            return_exceptions=True,
+        )
+
+    async def _pump(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, replies: bool
+    ) -> None:
+        while data := await reader.read(65536):
+            if replies and self.swallow is not None and self.swallow in data:
+                self.num_swallowed += 1
+                self.swallow = None
+                break
+            writer.write(data)
+            await writer.drain()
+        writer.close()
+
+
+@pytest.fixture
+async def make_proxy() -> AsyncIterator[Callable[[int], Proxy]]:
+    proxies: list[Proxy] = []
+
+    def make(target: int) -> Proxy:
+        proxies.append(Proxy(target))
+        return proxies[-1]
+
+    yield make
+    for proxy in proxies:
+        await proxy.stop()

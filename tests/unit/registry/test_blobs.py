@@ -176,7 +176,9 @@ def test_a_full_disk_is_exhausted(blobs: BlobStore, monkeypatch: pytest.MonkeyPa
 # Materialising.
 
 
-def _manifest(make: ManifestMaker, files: tuple[FileEntry, ...], number: int = 1) -> VersionManifest:
+def _manifest(
+    make: ManifestMaker, files: tuple[FileEntry, ...], number: int = 1
+) -> VersionManifest:
     return make("a", number, files=files)
 
 
@@ -218,7 +220,7 @@ def test_a_missing_blob_makes_the_version_unavailable_here(
 ) -> None:
     files = _put_adapter(blobs)
     blobs.path(files[1].sha256).unlink()
-    with pytest.raises(Unavailable, match="has no adapter_model.safetensors"):
+    with pytest.raises(Unavailable, match=r"has no adapter_model\.safetensors"):
         blobs.materialise(_manifest(make_manifest, files))
     assert list((tmp_path / "blobs" / "versions").iterdir()) == []
 

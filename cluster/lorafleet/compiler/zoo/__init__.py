@@ -16,10 +16,12 @@ from lorafleet.core.model import KvLayout
 class Family(Protocol):
     """One architecture at one size."""
 
-    model_type: str
-    vocab_size: int
-    context_window: int
-    hidden_size: int
+    @property
+    def model_type(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def context_window(self) -> int: ...
 
     def module(self) -> Any:
         """Build the `tvm.relax.frontend.nn` module."""

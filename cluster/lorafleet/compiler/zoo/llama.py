@@ -243,5 +243,3 @@ class LlamaForCausalLM(nn.Module):
             },
             self,
         )
-
-

@@ -1,0 +1,54 @@
+"""What an engine holds and how busy it is, for those who watch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidencySnapshot:
+    """`resident` and `loading` are version ids; `sequence` grows with every change."""
+
+    sequence: int = 0
+    resident: tuple[str, ...] = ()
+    loading: tuple[str, ...] = ()
+    free_pages: int = 0
+    num_pages: int = 0
+    running: int = 0
+    waiting: int = 0
+
+
+Subscriber = Callable[[ResidencySnapshot], object]
+
+
+class Snapshots:
+    """The newest snapshot and its subscribers. Published by one thread, read by any."""
+
+    def __init__(self) -> None:
+        self.newest = ResidencySnapshot()
+        self._lock = threading.Lock()
+        self._subscribers: list[Subscriber] = []
+
+    def publish(self, snapshot: ResidencySnapshot) -> None:
+        """Tell subscribers, if it is news; the snapshot's own sequence is ignored."""
+        snapshot = replace(snapshot, sequence=self.newest.sequence)
+        if snapshot == self.newest:
+            return
+        self.newest = replace(snapshot, sequence=snapshot.sequence + 1)
+        with self._lock:
+            subscribers = list(self._subscribers)
+        for subscriber in subscribers:
+            subscriber(self.newest)
+
+    def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
+        """Call back, on the publishing thread, at every change; the result ends it."""
+        with self._lock:
+            self._subscribers.append(subscriber)
+
+        def unsubscribe() -> None:
+            with self._lock:
+                self._subscribers.remove(subscriber)
+
+        return unsubscribe
