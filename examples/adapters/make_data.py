@@ -17,7 +17,13 @@ DATA = Path(__file__).parent / "data"
 
 PHRASINGS = ["{}", "Please answer: {}", "{} Answer briefly.", "I would like to know: {}"]
 
-PIRATE_OPENINGS = ["Arr, matey!", "Ahoy, matey!", "Aye, matey!", "Arr, me hearty!", "Avast, ye landlubber!"]
+PIRATE_OPENINGS = [
+    "Arr, matey!",
+    "Ahoy, matey!",
+    "Aye, matey!",
+    "Arr, me hearty!",
+    "Avast, ye landlubber!",
+]
 PIRATE_ENDINGS = [
     "By the seven seas, it be true!",
     "So says the captain, arr!",
@@ -50,8 +56,28 @@ HELDOUT_TABLES = {
     "players": ["team", "goals", "name", "age", "country"],
     "invoices": ["amount", "client", "due_date", "status", "tax"],
 }
-NUMBERS = {"age", "total", "price", "stock", "salary", "grade", "score", "year", "pages", "duration",
-           "length", "plays", "weight", "discount", "rating", "rooms", "area", "goals", "amount", "tax"}
+NUMBERS = {
+    "age",
+    "total",
+    "price",
+    "stock",
+    "salary",
+    "grade",
+    "score",
+    "year",
+    "pages",
+    "duration",
+    "length",
+    "plays",
+    "weight",
+    "discount",
+    "rating",
+    "rooms",
+    "area",
+    "goals",
+    "amount",
+    "tax",
+}
 
 
 def as_pirate(sentence: str, rng: random.Random) -> str:

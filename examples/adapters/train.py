@@ -53,7 +53,9 @@ BATCH = 6
 
 def examples(name: str, tokenizer: Any) -> list[tuple[list[int], int]]:
     """(token ids, length of the prompt) of each training row, the end of the turn included."""
-    rows = [json.loads(line) for line in (HERE / f"data/{name}.train.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (HERE / f"data/{name}.train.jsonl").read_text().splitlines()
+    ]
     found = []
     for row in rows:
         prompt = prompt_ids(tokenizer, row["prompt"])
@@ -80,9 +82,7 @@ def train(name: str, out: Path, seed: int) -> None:
     torch.manual_seed(seed)
     order = random.Random(seed)
     base, tokenizer = load_base()
-    config = LoraConfig(
-        task_type="CAUSAL_LM", lora_dropout=0.0, bias="none", **recipe["config"]
-    )
+    config = LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.0, bias="none", **recipe["config"])
     model = get_peft_model(base, config)
     model.train()
     weights = [weight for weight in model.parameters() if weight.requires_grad]

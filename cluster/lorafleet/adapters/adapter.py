@@ -22,6 +22,9 @@ from lorafleet.core.manifest import FileEntry, VersionManifest
 from lorafleet.core.model import BaseModel
 
 
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteFactors:
     """Rank rows of one part of one site: a (r, in) and b_t (r, part width), float32.
@@ -165,7 +168,7 @@ def _check_values(factor: Factor, scale: float) -> None:
             file=file,
             tensor=factor.tensor,
         )
-    if factor.kind == "B" and max(abs(low), abs(high)) * abs(scale) > np.finfo(np.float32).max:
+    if factor.kind == "B" and max(-low, high) * abs(scale) > _FLOAT32_MAX:
         raise InvalidAdapter(
             f"{file}: tensor {factor.tensor!r} overflows float32 when scaled by {scale:g}",
             file=file,

@@ -11,7 +11,9 @@ it is complete: an interrupted compile leaves nothing that looks like a model.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -159,13 +161,14 @@ def _write_weights(
             progress((i + 1) / len(parameters))
 
     count = sum(int(np.prod(shape)) for shape in parameters.values())
-    tvmjs.dump_tensor_cache(
-        arrays(),
-        str(work),
-        encode_format="raw",
-        meta_data={"ParamSize": len(parameters), "ParamBytes": 4 * count, "BitsPerParam": 32.0},
-        show_progress=False,
-    )
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints, whatever show_progress says
+        tvmjs.dump_tensor_cache(
+            arrays(),
+            str(work),
+            encode_format="raw",
+            meta_data={"ParamSize": len(parameters), "ParamBytes": 4 * count, "BitsPerParam": 32.0},
+            show_progress=False,
+        )
     return f"sha256:{digest.hexdigest()}"
 
 

@@ -25,8 +25,8 @@ class AdapterBook:
         self._uploaded: dict[str, LoraAdapter] = {}
         self._source: Source | None = None
 
-    def set_source(self, source: Source) -> None:
-        """Say where versions that were not uploaded come from."""
+    def set_source(self, source: Source | None) -> None:
+        """Say where versions that were not uploaded come from; None: nowhere."""
         with self._lock:
             self._source = source
 

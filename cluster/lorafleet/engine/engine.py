@@ -132,7 +132,7 @@ class Engine:
 
     # Adapters.
 
-    def set_source(self, source: Source) -> None:
+    def set_source(self, source: Source | None) -> None:
         """Say where versions that were not uploaded here come from; called in loader threads."""
         self._book.set_source(source)
 

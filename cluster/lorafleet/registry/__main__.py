@@ -23,8 +23,8 @@ from lorafleet.registry.service import PushLimits
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the process; 0 after a signal, 2 when it cannot start."""
     options = _parse(arguments)
-    configure("registry", file=options.log_file, level=options.log_level)
     try:
+        configure("registry", file=options.log_file, level=options.log_level)
         return asyncio.run(_serve(options))
     except LorafleetError as error:
         print(f"lorafleet.registry: {error.message}", file=sys.stderr)

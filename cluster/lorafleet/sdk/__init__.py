@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lorafleet.sdk.aio import AsyncClient
 from lorafleet.sdk.client import Client
 from lorafleet.sdk.values import (
     Completion,
@@ -16,6 +17,7 @@ from lorafleet.sdk.values import (
 )
 
 __all__ = [
+    "AsyncClient",
     "Client",
     "Completion",
     "Delta",

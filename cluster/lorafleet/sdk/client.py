@@ -4,13 +4,14 @@
         client.push_adapter("adapters/pirate", name="pirate")
         print(client.chat([("user", "Hello")], adapter="pirate").text)
 
-Addresses are found as `endpoints` says. Errors are those of `lorafleet.core.errors`.
+Addresses are found as `endpoints` says. Errors are those of `lorafleet.core.errors`. `AsyncClient`
+has the same methods.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,12 @@ import grpc
 
 from lorafleet.core.manifest import VersionManifest
 from lorafleet.core.record import AdapterRecord
-from lorafleet.registry.push import push_messages
-from lorafleet.sdk.endpoints import find_address
-from lorafleet.sdk.values import (
-    Completion,
-    Delta,
-    Event,
-    Finished,
-    FleetStatus,
-    Model,
-    ReplicaStatus,
-    Sampling,
-    Started,
-)
+from lorafleet.sdk import convert
+from lorafleet.sdk.collecting import collect
+from lorafleet.sdk.convert import Prompt, Turns
+from lorafleet.sdk.endpoints import call_error, find_address
+from lorafleet.sdk.uploading import Upload
+from lorafleet.sdk.values import Completion, Event, FleetStatus, Model, Sampling
 from lorafleet.v1 import (
     fleet_pb2,
     fleet_pb2_grpc,
@@ -41,13 +35,10 @@ from lorafleet.v1 import (
 )
 from lorafleet.wire.channel import open_sync_channel
 from lorafleet.wire.messages import adapter_from_proto, version_from_proto
-from lorafleet.wire.status import from_rpc_error
+
+__all__ = ["Client", "collect"]
 
 _PAGE = 1000
-_REASONS = {
-    inference_pb2.FINISH_REASON_STOP: "stop",
-    inference_pb2.FINISH_REASON_LENGTH: "length",
-}
 
 
 class Client:
@@ -58,7 +49,8 @@ class Client:
     gateway, admin : str, optional
         `host:port` of the two planes; looked up when first needed if not given.
     timeout_s : float, optional
-        Deadline of every call; none if not given.
+        Deadline of every call; none if not given. When it passes, the call ends with Unavailable
+        and the replica stops.
     """
 
     def __init__(
@@ -70,13 +62,15 @@ class Client:
     ) -> None:
         self._given = {"gateway": gateway, "admin": admin}
         self._timeout_s = timeout_s
-        self._channels: dict[str, grpc.Channel] = {}
+        self._lock = threading.Lock()
+        self._planes: dict[str, _Plane] = {}
 
     def close(self) -> None:
-        """Close the connections."""
-        for channel in self._channels.values():
-            channel.close()
-        self._channels.clear()
+        """Close the connections; a later call opens them again."""
+        with self._lock:
+            planes, self._planes = self._planes, {}
+        for plane in planes.values():
+            plane.channel.close()
 
     def __enter__(self) -> Client:
         return self
@@ -87,11 +81,21 @@ class Client:
     # Inference.
 
     def generate(
-        self, prompt: str | Sequence[int], *, adapter: str = "", sampling: Sampling | None = None
+        self, prompt: Prompt, *, adapter: str = "", sampling: Sampling | None = None
     ) -> Iterator[Event]:
         """Continue a text or token ids; stream Started, Deltas, Finished.
 
         Closing the iterator ends the request on the replica.
+
+        Parameters
+        ----------
+        prompt : str or sequence of int
+            A text, or token ids of the base model's vocabulary.
+        adapter : str
+            `name`, `tenant/name`, with an optional `@alias` or `@sha256:...`; empty and `base` are
+            the base model.
+        sampling : Sampling, optional
+            Greedy decoding of up to 128 tokens if not given.
 
         Raises
         ------
@@ -102,64 +106,47 @@ class Client:
         Unavailable, Exhausted
             Nobody can serve it now.
         """
-        request = inference_pb2.GenerateRequest(adapter=adapter, sampling=_sampling(sampling))
-        if isinstance(prompt, str):
-            request.text = prompt
-        else:
-            request.token_ids.ids.extend(prompt)
-        return self._stream(self._inference().Generate, request)
+        plane = self._plane("gateway")
+        return plane.stream(
+            plane.inference.Generate, convert.generate_request(prompt, adapter, sampling)
+        )
 
     def chat_stream(
-        self,
-        messages: Sequence[tuple[str, str]],
-        *,
-        adapter: str = "",
-        sampling: Sampling | None = None,
+        self, messages: Turns, *, adapter: str = "", sampling: Sampling | None = None
     ) -> Iterator[Event]:
         """Answer a conversation of (role, content) turns; as `generate`."""
-        request = inference_pb2.ChatRequest(
-            adapter=adapter,
-            sampling=_sampling(sampling),
-            messages=[inference_pb2.Message(role=role, content=text) for role, text in messages],
-        )
-        return self._stream(self._inference().Chat, request)
+        plane = self._plane("gateway")
+        return plane.stream(plane.inference.Chat, convert.chat_request(messages, adapter, sampling))
 
     def complete(
-        self, prompt: str | Sequence[int], *, adapter: str = "", sampling: Sampling | None = None
+        self, prompt: Prompt, *, adapter: str = "", sampling: Sampling | None = None
     ) -> Completion:
         """`generate`, whole."""
         return collect(self.generate(prompt, adapter=adapter, sampling=sampling))
 
     def chat(
-        self,
-        messages: Sequence[tuple[str, str]],
-        *,
-        adapter: str = "",
-        sampling: Sampling | None = None,
+        self, messages: Turns, *, adapter: str = "", sampling: Sampling | None = None
     ) -> Completion:
         """`chat_stream`, whole."""
         return collect(self.chat_stream(messages, adapter=adapter, sampling=sampling))
 
     def list_models(self) -> list[Model]:
         """The base model, then adapters by name."""
-        reply = self._call(self._inference().ListModels, inference_pb2.ListModelsRequest())
-        return [Model(name=m.name, base=m.base, version=m.version) for m in reply.models]
+        plane = self._plane("gateway")
+        reply = plane.call(plane.inference.ListModels, inference_pb2.ListModelsRequest())
+        return convert.models_from_proto(reply)
 
-    def tokenize(self, text: str) -> list[int]:
-        """Token ids of a text."""
-        request = inference_pb2.TokenizeRequest(text=text)
-        return list(self._call(self._inference().Tokenize, request).token_ids)
+    def tokenize(self, prompt: str | Turns) -> list[int]:
+        """Token ids of a text, or of a conversation as the chat template renders it."""
+        plane = self._plane("gateway")
+        reply = plane.call(plane.inference.Tokenize, convert.tokenize_request(prompt))
+        return list(reply.token_ids)
 
     def status(self) -> FleetStatus:
         """The fleet as the gateway sees it."""
-        stub: Any = fleet_pb2_grpc.FleetStub(self._channel("gateway"))  # type: ignore[no-untyped-call]
-        reply = self._call(stub.GetStatus, fleet_pb2.GetStatusRequest())
-        return FleetStatus(
-            base_model=reply.base_model,
-            base_digest=reply.base_digest,
-            num_adapters=reply.num_adapters,
-            registry_connected=reply.registry_connected,
-            replicas=tuple(_replica(replica) for replica in reply.replicas),
+        plane = self._plane("gateway")
+        return convert.status_from_proto(
+            plane.call(plane.fleet.GetStatus, fleet_pb2.GetStatusRequest())
         )
 
     # Adapters.
@@ -183,29 +170,32 @@ class Client:
         if_new : bool
             Fail with AlreadyExists when the adapter has another version.
         progress : callable, optional
-            Receives bytes sent and bytes in all.
+            Receives bytes sent and bytes in all; called from another thread.
 
         Raises
         ------
         InvalidAdapter, Unsupported
             The adapter is broken, or asks for what is not honoured; nothing was registered.
         """
-        messages = push_messages(Path(directory), name, if_new=if_new, progress=progress)
-        reply = self._call(self._registry().PushAdapter, messages)
+        plane = self._plane("admin")
+        with Upload.of(directory, name, if_new=if_new, progress=progress) as upload:
+            reply = plane.call(plane.registry.PushAdapter, upload)
         return version_from_proto(reply.version), reply.existed
 
     def get_adapter(self, name: str) -> AdapterRecord:
         """One adapter with its aliases and versions; NotFound names it."""
+        plane = self._plane("admin")
         request = registry_pb2.GetAdapterRequest(name=name)
-        return adapter_from_proto(self._call(self._registry().GetAdapter, request).adapter)
+        return adapter_from_proto(plane.call(plane.registry.GetAdapter, request).adapter)
 
     def list_adapters(self) -> list[AdapterRecord]:
         """All adapters, by name."""
+        plane = self._plane("admin")
         found: list[AdapterRecord] = []
         token = ""
         while True:
             request = registry_pb2.ListAdaptersRequest(page_size=_PAGE, page_token=token)
-            reply = self._call(self._registry().ListAdapters, request)
+            reply = plane.call(plane.registry.ListAdapters, request)
             found += [adapter_from_proto(adapter) for adapter in reply.adapters]
             token = reply.next_page_token
             if not token:
@@ -213,127 +203,49 @@ class Client:
 
     def set_alias(self, name: str, alias: str, version: str) -> AdapterRecord:
         """Point an alias at a version of the same adapter."""
+        plane = self._plane("admin")
         request = registry_pb2.SetAliasRequest(name=name, alias=alias, version=version)
-        return adapter_from_proto(self._call(self._registry().SetAlias, request).adapter)
+        return adapter_from_proto(plane.call(plane.registry.SetAlias, request).adapter)
 
     def delete_adapter(self, name: str) -> None:
         """Remove an adapter; requests that run on it finish."""
-        self._call(self._registry().DeleteAdapter, registry_pb2.DeleteAdapterRequest(name=name))
+        plane = self._plane("admin")
+        plane.call(plane.registry.DeleteAdapter, registry_pb2.DeleteAdapterRequest(name=name))
 
-    # Calls.
+    def _plane(self, name: str) -> _Plane:
+        with self._lock:
+            if name not in self._planes:
+                address = find_address(name, self._given[name])
+                self._planes[name] = _Plane(name, address, self._timeout_s)
+            return self._planes[name]
 
-    def _channel(self, plane: str) -> grpc.Channel:
-        if plane not in self._channels:
-            self._channels[plane] = open_sync_channel(find_address(plane, self._given[plane]))
-        return self._channels[plane]
 
-    def _inference(self) -> Any:
-        return inference_pb2_grpc.InferenceStub(self._channel("gateway"))  # type: ignore[no-untyped-call]
+class _Plane:
+    """One of the two servers, and how its calls are made."""
 
-    def _registry(self) -> Any:
-        return registry_pb2_grpc.AdapterRegistryStub(self._channel("admin"))  # type: ignore[no-untyped-call]
+    def __init__(self, name: str, address: str, timeout_s: float | None) -> None:
+        self._name = name
+        self._address = address
+        self._timeout_s = timeout_s
+        self.channel = open_sync_channel(address)
+        self.inference: Any = inference_pb2_grpc.InferenceStub(self.channel)  # type: ignore[no-untyped-call]
+        self.fleet: Any = fleet_pb2_grpc.FleetStub(self.channel)  # type: ignore[no-untyped-call]
+        self.registry: Any = registry_pb2_grpc.AdapterRegistryStub(self.channel)  # type: ignore[no-untyped-call]
 
-    def _call(self, method: Any, request: Any) -> Any:
+    def call(self, method: Any, request: Any) -> Any:
+        """Make a call and return its reply."""
         try:
             return method(request, timeout=self._timeout_s)
         except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+            raise call_error(error, self._name, self._address) from None
 
-    def _stream(self, method: Any, request: Any) -> Iterator[Event]:
+    def stream(self, method: Any, request: Any) -> Iterator[Event]:
+        """Make a call at the first step, yield its events, and end it when the caller stops."""
         call = method(request, timeout=self._timeout_s)
         try:
             for message in call:
-                yield _event(message)
+                yield convert.event_from_proto(message)
         except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+            raise call_error(error, self._name, self._address) from None
         finally:
             call.cancel()
-
-
-def collect(events: Iterator[Event]) -> Completion:
-    """Read a stream to its end, and time it."""
-    began_s = time.monotonic()
-    first_s = last_s = began_s
-    text = ""
-    token_ids: list[int] = []
-    started: Started | None = None
-    finished: Finished | None = None
-    for event in events:
-        match event:
-            case Started():
-                started = event
-            case Delta():
-                last_s = time.monotonic()
-                if not token_ids:
-                    first_s = last_s
-                text += event.text
-                token_ids += event.token_ids
-            case Finished():
-                finished = event
-    assert started is not None, "a stream begins with Started"
-    assert finished is not None, "a stream ends with Finished or an error"
-    later, decode_s = len(token_ids) - 1, last_s - first_s
-    return Completion(
-        text=text,
-        token_ids=tuple(token_ids),
-        finish_reason=finished.reason,
-        version=started.version,
-        replica=started.replica,
-        resident=started.resident,
-        ttft_s=first_s - began_s,
-        tokens_per_s=later / decode_s if later > 0 and decode_s > 0 else 0.0,
-    )
-
-
-def _event(message: Any) -> Event:
-    match message.WhichOneof("event"):
-        case "started":
-            event = message.started
-            return Started(
-                request_id=event.request_id,
-                version=event.version,
-                replica=event.replica,
-                resident=event.resident,
-                prompt_tokens=event.prompt_tokens,
-            )
-        case "delta":
-            return Delta(token_ids=tuple(message.delta.token_ids), text=message.delta.text)
-        case _:
-            event = message.finished
-            return Finished(
-                reason=_REASONS.get(event.reason, "unknown"),
-                completion_tokens=event.completion_tokens,
-                queue_s=event.queue_s,
-                ttft_s=event.ttft_s,
-                decode_s=event.decode_s,
-            )
-
-
-def _sampling(sampling: Sampling | None) -> inference_pb2.SamplingParams:
-    chosen = sampling or Sampling()
-    return inference_pb2.SamplingParams(
-        max_tokens=chosen.max_tokens,
-        temperature=chosen.temperature,
-        top_p=chosen.top_p,
-        top_k=chosen.top_k,
-        seed=chosen.seed,
-        stop=chosen.stop,
-        ignore_eos=chosen.ignore_eos,
-    )
-
-
-def _replica(message: fleet_pb2.ReplicaStatus) -> ReplicaStatus:
-    report = message.report
-    return ReplicaStatus(
-        replica=report.replica,
-        address=message.address,
-        connected=message.connected,
-        epoch=report.epoch,
-        resident=tuple(report.resident),
-        loading=tuple(report.loading),
-        free_pages=report.free_pages,
-        num_pages=report.num_pages,
-        running=report.running,
-        waiting=report.waiting,
-        draining=report.draining,
-    )

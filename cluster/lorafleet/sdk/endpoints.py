@@ -1,12 +1,15 @@
-"""Where the fleet is, when nobody says."""
+"""Where the fleet is when nobody says, and what to say when nobody is there."""
 
 from __future__ import annotations
 
 import json
 import os
 
-from lorafleet.core.errors import Unavailable
+import grpc
+
+from lorafleet.core.errors import LorafleetError, Unavailable
 from lorafleet.core.home import run_dir
+from lorafleet.wire.status import from_rpc_error
 
 
 def find_address(plane: str, given: str | None) -> str:
@@ -26,8 +29,24 @@ def find_address(plane: str, given: str | None) -> str:
         return address
     try:
         return str(json.loads((run_dir() / "fleet.json").read_text())[plane])
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         raise Unavailable(
             f"no fleet is running here: start one with `lorafleet up`, or give --{plane} or "
             f"{variable}"
         ) from None
+
+
+def call_error(error: grpc.RpcError, plane: str, address: str) -> LorafleetError:
+    """What a failed call to a plane means; names the address when no answer came from there."""
+    found = from_rpc_error(error)
+    code = found.facts.get("grpc_code")
+    if code == "DEADLINE_EXCEEDED":
+        message = f"the {plane} at {address} did not finish the call within its deadline"
+    elif code == "UNAVAILABLE":
+        message = (
+            f"the {plane} at {address} does not answer ({found.message}); is the fleet up? Start "
+            "one with `lorafleet up`"
+        )
+    else:
+        return found
+    return Unavailable(message, address=address, grpc_code=code)

@@ -15,10 +15,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
-from lorafleet.core.errors import Conflict
+from lorafleet.core.errors import Conflict, InvalidInput
 from lorafleet.wire.status import ErrorInterceptor
 
 _OptionList = list[tuple[str, int]]
+
+_MAX_PORT = 65_535
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,20 +34,23 @@ class WireOptions:
         half of that, so a client may not go below half of the server's value.
     keepalive_timeout_s : float
         Wait for the ping's answer before the connection counts as lost: a peer that vanished
-        without a word is noticed within the sum of both.
+        without a word is noticed within the sum of both. Long enough for a process that was not
+        given a core for a while.
     max_message_bytes : int
         Largest message either way. The default is gRPC's own, 4 MiB: whatever may be larger goes in
         chunks.
     """
 
     keepalive_time_s: float = 10.0
-    keepalive_timeout_s: float = 5.0
+    keepalive_timeout_s: float = 10.0
     max_message_bytes: int = 4 << 20
 
     def _common(self) -> _OptionList:
         return [
             ("grpc.keepalive_time_ms", round(self.keepalive_time_s * 1000)),
             ("grpc.keepalive_timeout_ms", round(self.keepalive_timeout_s * 1000)),
+            # Without this the first of the two is 60 s, whatever the other says (grpcio 1.85).
+            ("grpc.http2.ping_timeout_ms", round(self.keepalive_timeout_s * 1000)),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.max_pings_without_data", 0),
             ("grpc.max_receive_message_length", self.max_message_bytes),
@@ -138,9 +143,12 @@ class GrpcServer:
 
         Raises
         ------
+        InvalidInput
+            `listen` is not `host:port`.
         Conflict
-            The address is in use, not ours, or malformed.
+            The address is in use, or not this machine's.
         """
+        host = _host(self.listen)
         server = grpc.aio.server(
             interceptors=[ErrorInterceptor()], options=self.options.for_server()
         )
@@ -151,14 +159,12 @@ class GrpcServer:
         health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
         names = [service.name for service in self.services]
         reflection.enable_server_reflection([*names, health_name, reflection.SERVICE_NAME], server)
-        host, colon, wanted = self.listen.rpartition(":")
         try:
-            if not colon or not wanted.isdigit():
-                raise RuntimeError("expected host:port")
             port = server.add_insecure_port(self.listen)
         except RuntimeError as error:
             raise Conflict(
-                f"cannot listen on {self.listen}: {error}; is another process using the port?",
+                f"cannot listen on {self.listen}: another process uses the port, or the address is "
+                "not this machine's",
                 address=self.listen,
             ) from error
         await server.start()
@@ -191,3 +197,14 @@ class GrpcServer:
         if self._running is None:
             raise Conflict("the server is not running: call start() first", address=self.listen)
         return self._running
+
+
+def _host(listen: str) -> str:
+    """Check `host:port` (gRPC takes a port modulo 65,536 without a word) and return the host."""
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > _MAX_PORT:
+        raise InvalidInput(
+            f"cannot listen on {listen!r}: expected host:port, port 0 to {_MAX_PORT}",
+            field="listen",
+        )
+    return host

@@ -28,7 +28,7 @@ _DETAILS_KEY = "grpc-status-details-bin"
 # HTTP/2 peers drop a response whose headers exceed 8 KiB. The message travels twice (once
 # percent-encoded, once inside the base64 details), so it and the facts get a quarter of that each.
 _MAX_MESSAGE_BYTES = 1536
-_MAX_FACT_BYTES = 192
+_MAX_FACT_BYTES = 256
 _MAX_FACTS = 8
 
 _log = get_logger(__name__)
@@ -52,7 +52,7 @@ _BY_CODE: dict[str, type[LorafleetError]] = {
 
 def to_status(error: LorafleetError) -> status_pb2.Status:
     """Describe an error as google.rpc.Status; long messages and facts are cut to fit in headers."""
-    message = _clip(error.message, _MAX_MESSAGE_BYTES)
+    message = _clip_message(error.message)
     facts = {
         _clip(key, 63): _clip(value, _MAX_FACT_BYTES)
         for key, value in list(error.facts.items())[:_MAX_FACTS]
@@ -197,12 +197,20 @@ def _pack(message: Any) -> any_pb2.Any:
 
 
 def _clip(text: str, max_bytes: int) -> str:
-    """Cut a text so that it fits when percent-encoded; lone surrogates become `?`."""
-    text = text.encode("utf-8", "replace").decode("utf-8")
+    """Cut a text to so many bytes of UTF-8; lone surrogates become `?`."""
+    data = text.encode("utf-8", "replace")
+    if len(data) <= max_bytes:
+        return data.decode()
+    return data[: max_bytes - 3].decode("utf-8", "ignore") + "..."
+
+
+def _clip_message(text: str) -> str:
+    """Cut a text so that it fits when percent-encoded, as grpc-message is."""
+    text = _clip(text, _MAX_MESSAGE_BYTES)
     used = 0
     for index, char in enumerate(text):
         plain = " " <= char <= "~" and char != "%"
         used += 1 if plain else 3 * len(char.encode())
-        if used > max_bytes - 3:
-            return text[:index] + "..."
+        if used > _MAX_MESSAGE_BYTES:
+            return text[: index - 3] + "..."
     return text
