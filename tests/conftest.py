@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from support.tiny import write_tiny
 
 os.environ.setdefault("TVM_NUM_THREADS", "2")

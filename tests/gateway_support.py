@@ -17,7 +17,7 @@ import grpc
 
 from lorafleet.core.errors import LorafleetError
 from lorafleet.core.manifest import FileEntry, VersionManifest
-from lorafleet.core.model import DESCRIPTION_FILE, BaseModel, KvLayout
+from lorafleet.core.model import DESCRIPTION_FILE, BaseModel, KvLayout, Site, SitePart
 from lorafleet.gateway import Gateway, GatewayOptions
 from lorafleet.gateway.replicas import PoolOptions
 from lorafleet.registry.store import RegistryStore
@@ -34,7 +34,14 @@ BASE = BaseModel(
     max_batch_tokens=64,
     page_rows=8,
     kv=KvLayout(num_layers=1, num_qo_heads=1, num_kv_heads=1, head_dim=2, rope_inv_freq=(1.0,)),
-    sites=(),
+    sites=(
+        Site(
+            name="model.layers.0.self_attn.q_proj",
+            in_features=8,
+            out_features=8,
+            parts=(SitePart(source="model.layers.0.self_attn.q_proj", out_start=0, out_end=8),),
+        ),
+    ),
 )
 
 FAST = PoolOptions(poll_s=0.05, silence_s=1.5, first_pause_s=0.02, longest_pause_s=0.1)

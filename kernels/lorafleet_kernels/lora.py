@@ -2,8 +2,8 @@
 
 One PrimFunc for one site's sizes; tokens, pages, segments and references are symbolic. A token
 finds its segment by a table made beforehand (`plan_segments`), so every token is independent: the
-form that a GPU kernel keeps. Only the rank rows in use are computed, and no full-width delta exists:
-the expand adds into y element by element, pages and rank rows in order.
+form that a GPU kernel keeps. Only the rank rows in use are computed, and no full-width delta
+exists: the expand adds into y element by element, pages and rank rows in order.
 
 References: Chen et al., "Punica" (2023), BGMV.
 """

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
-from support.tiny import LINEARS
 
 from lorafleet.core.model import BaseModel, KvLayout, Site, SitePart
+from support.tiny import LINEARS
 
 DEFAULT_CONFIG = {
     "peft_type": "LORA",
@@ -83,8 +83,10 @@ def write_adapter(
         del settings[key]
     (directory / "adapter_config.json").write_text(json.dumps(settings))
     chosen = factors() if tensors is None else tensors
-    save_file({key: np.ascontiguousarray(value) for key, value in chosen.items()},
-              directory / "adapter_model.safetensors")
+    save_file(
+        {key: np.ascontiguousarray(value) for key, value in chosen.items()},
+        directory / "adapter_model.safetensors",
+    )
     return directory
 
 

@@ -21,7 +21,6 @@ from lorafleet.core.errors import InvalidAdapter, NotFound
 from lorafleet.core.manifest import FileEntry, VersionManifest
 from lorafleet.core.model import BaseModel
 
-
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from lorafleet.cli.fleet import ignore_signals, stop_on_sigterm
 from lorafleet.cli.model import compile_progress
 from lorafleet.cli.output import err, out
 from lorafleet.core import home
@@ -43,7 +43,11 @@ def demo(
     directories = example_adapters(adapters)
     with compile_progress("compile") as progress:
         model_dir = ensure_compiled(progress=progress)
-    signal.signal(signal.SIGTERM, _interrupt)
+
+    def report(line: str) -> None:
+        stop_on_sigterm()
+        err.print(f"[dim]{time.monotonic() - began_s:5.1f} s  {line}[/dim]")
+
     with tempfile.TemporaryDirectory(prefix="lorafleet-demo-") as folder:
         os.environ[home.VARIABLE] = folder
         supervisor = Supervisor(
@@ -53,9 +57,7 @@ def demo(
                 gateway="127.0.0.1:0",
                 admin="127.0.0.1:0",
             ),
-            report=lambda line: err.print(
-                f"[dim]{time.monotonic() - began_s:5.1f} s  {line}[/dim]"
-            ),
+            report=report,
         )
         try:
             state = supervisor.start()
@@ -67,7 +69,8 @@ def demo(
                     )
                 _ask_all(client, ["base", *directories], QUESTIONS, rounds)
         finally:
-            err.print(f"[dim]{time.monotonic() - began_s:5.1f} s  stopping[/dim]")
+            report("stopping")
+            ignore_signals()
             supervisor.stop()
     out.print(f"done in {time.monotonic() - began_s:.0f} s")
 
@@ -137,8 +140,3 @@ def _texts(streams: list[_Stream]) -> Table:
             Text(" ".join(stream.text.split())),
         )
     return table
-
-
-def _interrupt(number: int, frame: object) -> None:
-    del number, frame
-    raise KeyboardInterrupt

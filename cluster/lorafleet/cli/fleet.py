@@ -60,9 +60,12 @@ def up(
         admin=f"127.0.0.1:{admin_port}",
         engine={"num_adapter_pages": adapter_pages},
     )
-    # A supervisor that is told to end must still stop its parts, also while it starts them.
-    signal.signal(signal.SIGTERM, _interrupt)
-    supervisor = Supervisor(options, report=lambda line: err.print(f"[dim]·[/dim] {line}"))
+
+    def report(line: str) -> None:
+        stop_on_sigterm()
+        err.print(f"[dim]·[/dim] {line}")
+
+    supervisor = Supervisor(options, report=report)
     try:
         state = supervisor.start()
         _print_addresses(state.gateway, state.admin, state.logs_dir)
@@ -72,8 +75,7 @@ def up(
     except KeyboardInterrupt:
         err.print("[dim]·[/dim] stopping")
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        ignore_signals()
         supervisor.stop()
 
 
@@ -232,6 +234,20 @@ def _exists(pid: int) -> bool:
         return False
 
 
-def _interrupt(number: int, frame: object) -> None:
-    del number, frame
-    raise KeyboardInterrupt
+def stop_on_sigterm() -> None:
+    """Make SIGTERM end the command as Ctrl-C does, so that it stops its parts.
+
+    To be called at every stage of a start: Ray takes the signal for itself as it starts.
+    """
+
+    def interrupt(number: int, frame: object) -> None:
+        del number, frame
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+
+
+def ignore_signals() -> None:
+    """From here on nothing interrupts the stopping of parts."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -7,8 +7,10 @@ started again. Each part logs to its own file in the home's `logs`.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -253,6 +255,7 @@ class _Child:
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
                 start_new_session=True,  # Ctrl-C is for the supervisor, who stops it in order
+                preexec_fn=_end_with_parent,
             )
 
     def wait(self, deadline_s: float) -> str:
@@ -287,3 +290,10 @@ class _Child:
             self._process.kill()
             self._process.wait()
         self._process = None
+
+
+def _end_with_parent() -> None:
+    """In a new process: be told to end when the supervisor is killed. Linux."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    pr_set_pdeathsig = 1
+    libc.prctl(pr_set_pdeathsig, signal.SIGTERM)

@@ -148,10 +148,10 @@ class Dispatcher:
         while True:
             decision = choose(self.pool.view, None, rng=self.rng, exclude=failed)
             try:
-                stub = self.pool.stub(decision.replica)
-                call = stub.Tokenize(request, timeout=time_left())
-                response: inference_pb2.TokenizeResponse = await _unary(call)
-                return response
+                with self.pool.open(decision.replica) as stub:
+                    call = stub.Tokenize(request, timeout=time_left())
+                    response: inference_pb2.TokenizeResponse = await _unary(call)
+                    return response
             except LorafleetError as error:
                 failed.add(decision.replica)
                 if not self._may_retry(error, failed, time_left):
@@ -173,8 +173,7 @@ class Dispatcher:
             trace.decision = decision
             trace.tries += 1
             try:
-                with self.pool.hold(decision.replica):
-                    stub = self.pool.stub(decision.replica)
+                with self.pool.open(decision.replica) as stub:
                     async with aclosing(_answer(stub, request, time_left(), trace)) as answer:
                         async for response in answer:
                             yield response

@@ -71,6 +71,7 @@ class ReplicaPool:
         self._options = options or PoolOptions()
         self._view = FleetView()
         self._links: dict[str, _Link] = {}
+        self._retired: list[_Link] = []
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -83,15 +84,21 @@ class ReplicaPool:
         self._task = asyncio.create_task(self._poll_forever(), name="replica-pool")
 
     async def stop(self) -> None:
-        """Stop following and close every connection."""
+        """Stop following and close every connection, with every request on it."""
         if self._task is not None:
             task, self._task = self._task, None
             await end(task)
         for id in list(self._links):
-            await self._drop(id)
+            await self._retire(id)
+        for link in list(self._retired):
+            await link.close()
+        self._retired.clear()
 
-    def stub(self, replica: str) -> Any:
-        """Return a replica's client.
+    @contextlib.contextmanager
+    def open(self, replica: str) -> Iterator[Any]:
+        """Be at a replica for as long as the block runs: gives its client and counts the request.
+
+        The connection stays until the block ends, even if the replica is replaced meanwhile.
 
         Raises
         ------
@@ -101,15 +108,12 @@ class ReplicaPool:
         link = self._links.get(replica)
         if link is None:
             raise Unavailable(f"replica {replica!r} is gone", replica=replica)
-        return link.stub
-
-    @contextlib.contextmanager
-    def hold(self, replica: str) -> Iterator[None]:
-        """Count a request as open at a replica for as long as the block runs."""
         self._view = self._view.hold(replica)
+        link.requests += 1
         try:
-            yield
+            yield link.stub
         finally:
+            link.requests -= 1
             self._view = self._view.release(replica)
 
     # Leases.
@@ -129,27 +133,41 @@ class ReplicaPool:
     async def _follow(self, leases: list[ReplicaLease]) -> None:
         """Make the links match the leases; a lease that ran out ends only a silent link."""
         live = {lease.replica_id: lease for lease in leases}
-        for id, lease in live.items():
-            link = self._links.get(id)
-            if lease.base_digest != self._base_digest:
-                continue
-            if link is not None and link.lease.epoch >= lease.epoch:
-                continue
-            if link is not None:
-                await self._drop(id)
-            self._view = self._view.announce(id, address=lease.address, epoch=lease.epoch)
-            link = self._links[id] = _Link(lease, self._options, self._take, self._lost)
-            link.start()
+        for lease in leases:
+            if lease.base_digest == self._base_digest:
+                await self._meet(lease)
         for id in self._links.keys() - live.keys():
             if not self._view.replicas[id].connected:
-                await self._drop(id)
+                await self._retire(id)
         for id, state in list(self._view.replicas.items()):
             if id not in self._links and state.inflight == 0:
                 self._view = self._view.forget(id)
+        for link in [link for link in self._retired if link.requests == 0]:
+            self._retired.remove(link)
+            await link.close()
 
-    async def _drop(self, id: str) -> None:
+    async def _meet(self, lease: ReplicaLease) -> None:
+        """Link to a replica that is new, has moved, or has taken a new epoch."""
+        id = lease.replica_id
+        link = self._links.get(id)
+        if link is not None and link.lease.epoch >= lease.epoch:
+            return
+        self._view = self._view.announce(id, address=lease.address, epoch=lease.epoch)
+        if link is not None and link.lease.address == lease.address:
+            # It took its lease again, or restarted in place: the channel finds it by itself.
+            link.lease = lease
+            return
+        if link is not None:
+            await self._retire(id)
+        link = self._links[id] = _Link(lease, self._options, self._take, self._lost)
+        link.start()
+
+    async def _retire(self, id: str) -> None:
+        """Look no more at a replica; the channel is closed when its last request has ended."""
         self._view = self._view.disconnect(id)
-        await self._links.pop(id).close()
+        link = self._links.pop(id)
+        await link.look_away()
+        self._retired.append(link)
 
     def _take(self, report: Report) -> bool:
         self._view = self._view.apply(report)
@@ -160,10 +178,10 @@ class ReplicaPool:
 
 
 class _Link:
-    """One replica's channel, and the task that reads its reports, from `start` to `close`.
+    """One replica's channel, and the task that reads its reports from `start` to `look_away`.
 
-    `take` gets each report and says whether the replica is connected by it; `lost` is told when
-    reports have ended.
+    `requests` counts who uses the channel. `take` gets each report and says whether the replica is
+    connected by it; `lost` is told when reports have ended.
     """
 
     def __init__(
@@ -177,6 +195,7 @@ class _Link:
         self._take = take
         self._lost = lost
         self._options = options
+        self.requests = 0
         self._channel: Any = open_channel(lease.address)
         self.stub: Any = replica_pb2_grpc.ReplicaStub(self._channel)  # type: ignore[no-untyped-call]
         self._task: asyncio.Task[None] | None = None
@@ -185,10 +204,13 @@ class _Link:
         """Begin to watch."""
         self._task = asyncio.create_task(self._watch_forever(), name=f"watch {self.lease.address}")
 
-    async def close(self) -> None:
-        """End the watch and the channel, with every call on it."""
+    async def look_away(self) -> None:
+        """End the watch."""
         if self._task is not None:
             await end(self._task)
+
+    async def close(self) -> None:
+        """Close the channel, with every call on it."""
         await self._channel.close()
 
     async def _watch_forever(self) -> None:

@@ -77,7 +77,9 @@ class RegistryServer:
             add = functools.partial(
                 registry_pb2_grpc.add_AdapterRegistryServicer_to_server, service
             )
-            self._server = GrpcServer(options.listen, [Service(name=SERVICE, add=add)])
+            self._server = GrpcServer(
+                options.listen, [Service(name=SERVICE, add=add, serving=False)]
+            )
             address = await self._server.start()
             probe = asyncio.create_task(self._probe(self._server, store), name="redis probe")
             stack.push_async_callback(_cancel, probe)
@@ -95,14 +97,14 @@ class RegistryServer:
 
     async def _probe(self, server: GrpcServer, store: RegistryStore) -> None:
         """Report the service's health by whether Redis answers."""
-        serving = True
+        serving: bool | None = None
         while True:
             try:
                 await store.ping()
                 now = True
             except LorafleetError as error:
                 now = False
-                if serving:
+                if serving is not False:
                     _log.warning("Redis is away; pushes fail until it is back", error=error.message)
             if now != serving:
                 await server.set_serving(SERVICE, now)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -94,11 +95,13 @@ class Service:
     """A servicer to be served.
 
     `name` is the full protobuf name (`lorafleet.v1.Inference`); `add` registers the servicer with a
-    server: usually `functools.partial(add_XServicer_to_server, servicer)`.
+    server: usually `functools.partial(add_XServicer_to_server, servicer)`. `serving` is its health
+    from the start on, until `GrpcServer.set_serving` changes it.
     """
 
     name: str
     add: Callable[[grpc.aio.Server], None]
+    serving: bool = True
 
 
 @dataclass(slots=True, kw_only=True)
@@ -117,7 +120,7 @@ class GrpcServer:
     listen : str
         `host:port`; port 0 picks a free one.
     services : Sequence[Service]
-        What is served; each is reported as serving from `start` on.
+        What is served.
     options : WireOptions
         Limits of its connections.
     """
@@ -167,16 +170,15 @@ class GrpcServer:
                 "not this machine's",
                 address=self.listen,
             ) from error
+        for service in self.services:
+            await health.set(service.name, _health_status(service.serving))
         await server.start()
         self._running = _Running(server=server, health=health, address=f"{host}:{port}")
-        for name in ("", *names):
-            await self.set_serving(name, True)
         return self.address
 
     async def set_serving(self, service: str, serving: bool) -> None:
         """Report a service's health (`""` is the server as a whole); it goes on being served."""
-        status = health_pb2.HealthCheckResponse
-        await self._state().health.set(service, status.SERVING if serving else status.NOT_SERVING)
+        await self._state().health.set(service, _health_status(serving))
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """Report not serving, refuse new calls, let running ones end for `grace_s`, then cut them.
@@ -208,3 +210,8 @@ def _host(listen: str) -> str:
             field="listen",
         )
     return host
+
+
+def _health_status(serving: bool) -> Any:
+    response = health_pb2.HealthCheckResponse
+    return response.SERVING if serving else response.NOT_SERVING

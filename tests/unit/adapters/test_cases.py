@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from support.adapters import ALL_LINEARS, PREFIX, factors, path_of, tiny_base, write_adapter
 
 from lorafleet.adapters import load_adapter, read_config
 from lorafleet.core.errors import InvalidAdapter, LorafleetError, Unsupported
+from support.adapters import ALL_LINEARS, PREFIX, factors, path_of, tiny_base, write_adapter
 
 BASE = tiny_base()
 Tensors = dict[str, np.ndarray]
@@ -291,9 +291,7 @@ def test_a_rank_other_than_the_configured_one_is_refused(tmp_path: Path) -> None
     assert "[8, 64]" in refusal(write_adapter(tmp_path, factors(rank=8))).message
 
 
-@pytest.mark.parametrize(
-    "name", ["q_proj.bias", "q_proj.base_layer.bias", "q_proj.lora_B.bias"]
-)
+@pytest.mark.parametrize("name", ["q_proj.bias", "q_proj.base_layer.bias", "q_proj.lora_B.bias"])
 def test_c18_bias_tensors_are_refused_by_name(tmp_path: Path, name: str) -> None:
     tensor = f"{PREFIX}model.layers.0.self_attn.{name}"
     extra = {tensor: np.ones(64, np.float32)}
@@ -328,9 +326,7 @@ def test_c21_integer_weights_are_refused_by_dtype(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_c22_values_that_are_not_finite_are_refused_by_tensor(
-    tmp_path: Path, value: float
-) -> None:
+def test_c22_values_that_are_not_finite_are_refused_by_tensor(tmp_path: Path, value: float) -> None:
     tensors = factors()
     name = f"{PREFIX}{path_of(3, 'v_proj')}.lora_B.weight"
     tensors[name][3, 1] = value
@@ -394,7 +390,9 @@ def test_no_json_value_makes_the_config_reader_crash(tmp_path: Path) -> None:
     from hypothesis import strategies as st
 
     scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
-    values = st.recursive(scalars, lambda v: st.lists(v) | st.dictionaries(st.text(), v), max_leaves=4)
+    values = st.recursive(
+        scalars, lambda v: st.lists(v) | st.dictionaries(st.text(), v), max_leaves=4
+    )
     keys = st.sampled_from(
         ["peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "bias", "use_rslora", "x"]
     )

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.tiny import write_tiny
 
 from lorafleet.compiler import CompileOptions, compile_model, ensure_compiled, open_checkpoint
 from lorafleet.compiler.probe import find_site
 from lorafleet.compiler.weights import Origin
 from lorafleet.core.errors import AlreadyExists, InvalidInput, Unsupported
 from lorafleet.core.model import BaseModel
+from support.tiny import write_tiny
 
 
 def test_a_model_directory_has_the_format_of_mlc(tiny_model: Path) -> None:
@@ -56,6 +56,7 @@ def test_the_digest_is_of_the_weights_not_of_the_library(tiny_source: Path, tmp_
 
 def test_stock_functions_are_those_of_a_library_without_lora(tiny_source: Path) -> None:
     import tvm
+
     from lorafleet.compiler.build import export
     from lorafleet.compiler.zoo import family
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.adapters import ALL_LINEARS, factors, write_adapter
 
 from lorafleet.engine import Engine, EngineOptions
+from support.adapters import ALL_LINEARS, factors, write_adapter
 
 ADAPTERS = {
     "small": {"targets": ("q_proj", "v_proj"), "rank": 4, "seed": 1},

@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from support.adapters import factors, write_adapter
 
 from lorafleet.adapters import LoraAdapter, load_adapter
 from lorafleet.core.errors import Exhausted, InvalidInput, LorafleetError, NotFound, Unavailable
@@ -26,6 +25,7 @@ from lorafleet.engine import (
     SamplingParams,
     Started,
 )
+from support.adapters import factors, write_adapter
 
 SHORT = Prompt(token_ids=[5, 6, 7])
 GREEDY8 = SamplingParams(max_tokens=8)
@@ -114,9 +114,7 @@ def test_c41_an_unknown_adapter_is_never_answered_by_the_base(engine: Engine) ->
     "prompt",
     [Prompt(text=""), Prompt(token_ids=[]), Prompt(token_ids=[256]), Prompt(token_ids=[-1])],
 )
-def test_bad_prompts_are_refused_before_they_reach_a_kernel(
-    engine: Engine, prompt: Prompt
-) -> None:
+def test_bad_prompts_are_refused_before_they_reach_a_kernel(engine: Engine, prompt: Prompt) -> None:
     with pytest.raises(InvalidInput):
         engine.complete(prompt, GREEDY8)
 
@@ -220,9 +218,7 @@ def small_engine(tiny_model: Path):  # type: ignore[no-untyped-def]
 def test_c30_more_adapters_than_pages_rotate(small_engine: Engine, tmp_path: Path) -> None:
     shelf = Shelf(small_engine, many_adapters(tmp_path, 6))
     small_engine.set_source(shelf)
-    first = [
-        small_engine.complete(SHORT, GREEDY8, adapter=v).token_ids for v in shelf.versions
-    ]
+    first = [small_engine.complete(SHORT, GREEDY8, adapter=v).token_ids for v in shelf.versions]
     assert len(set(first)) == 6
     with ThreadPoolExecutor(12) as pool:
         again = list(
@@ -253,9 +249,7 @@ def test_c32_a_cold_load_holds_nobody_up(engine: Engine, tmp_path: Path) -> None
     engine.set_source(shelf)
     began_s = time.monotonic()
     with ThreadPoolExecutor(5) as pool:
-        cold = [
-            pool.submit(engine.complete, SHORT, GREEDY8, adapter=v) for v in shelf.versions
-        ]
+        cold = [pool.submit(engine.complete, SHORT, GREEDY8, adapter=v) for v in shelf.versions]
         time.sleep(0.05)
         for warm in (None, "wide"):
             answer = pool.submit(engine.complete, SHORT, GREEDY8, adapter=warm).result()
@@ -266,9 +260,7 @@ def test_c32_a_cold_load_holds_nobody_up(engine: Engine, tmp_path: Path) -> None
     assert time.monotonic() - began_s < 2.5
 
 
-def test_c33_a_rare_adapter_waits_for_a_bounded_time(
-    small_engine: Engine, tmp_path: Path
-) -> None:
+def test_c33_a_rare_adapter_waits_for_a_bounded_time(small_engine: Engine, tmp_path: Path) -> None:
     shelf = Shelf(small_engine, many_adapters(tmp_path, 2))
     small_engine.set_source(shelf)
     popular, rare = shelf.versions
@@ -301,9 +293,7 @@ def test_c36_many_first_requests_make_one_load(engine: Engine, tmp_path: Path) -
     assert len({answer.token_ids for answer in answers}) == 1
 
 
-def test_c36_a_failed_load_wakes_all_and_can_be_tried_again(
-    engine: Engine, tmp_path: Path
-) -> None:
+def test_c36_a_failed_load_wakes_all_and_can_be_tried_again(engine: Engine, tmp_path: Path) -> None:
     shelf = Shelf(engine, many_adapters(tmp_path, 1))
     shelf.delay_s = lambda version: 0.2
     shelf.error = Unavailable("the store is away")

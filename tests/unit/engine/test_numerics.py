@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.tiny import write_tiny
 
 from lorafleet.compiler import CompileOptions, compile_model
 from lorafleet.engine import Engine, EngineOptions, Prompt, SamplingParams
+from support.tiny import write_tiny
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

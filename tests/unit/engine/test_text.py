@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.tiny import write_tiny
 
 from lorafleet.core.errors import InvalidInput, Unsupported
 from lorafleet.engine.text import Detokenizer, TextCodec
+from support.tiny import write_tiny
 
 
 @pytest.fixture(scope="module")

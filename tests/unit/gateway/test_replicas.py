@@ -9,6 +9,7 @@ import pytest
 from gateway_support import BASE, FAST, ScriptedReplica, eventually
 from lorafleet.core.errors import Unavailable
 from lorafleet.gateway.replicas import ReplicaPool
+from lorafleet.v1 import replica_pb2
 
 
 @pytest.fixture
@@ -123,26 +124,61 @@ async def test_a_lease_that_ran_out_does_not_end_a_replica_that_reports(house, p
 async def test_a_gone_replica_is_kept_until_its_last_request_has_ended(house, pool) -> None:
     replica = await house.replica("a")
     await eligible(pool, "a")
-    with pool.hold("a"):
+    with pool.open("a"):
         await house.store.leases.release("a", replica.epoch)
         await replica.server.stop(0.0)
         await eventually(lambda: not pool.view.eligible)
         await asyncio.sleep(0.2)
         assert pool.view.replicas["a"].inflight == 1
-        with pytest.raises(Unavailable, match="gone"):
-            pool.stub("a")
+        with pytest.raises(Unavailable, match="gone"), pool.open("a"):
+            pass
     await eventually(lambda: "a" not in pool.view.replicas)
 
 
-async def test_requests_are_counted_while_held(house, pool) -> None:
+async def test_requests_are_counted_while_open(house, pool) -> None:
     await house.replica("a")
     await eligible(pool, "a")
 
     def fail() -> None:
-        with pool.hold("a"), pool.hold("a"):
+        with pool.open("a"), pool.open("a"):
             assert pool.view.replicas["a"].inflight == 2
             raise KeyError
 
     with pytest.raises(KeyError):
         fail()
+    assert pool.view.replicas["a"].inflight == 0
+
+
+async def test_a_new_epoch_at_the_same_address_cuts_no_request(house, pool) -> None:
+    replica = await house.replica("a")
+    await eligible(pool, "a")
+    replica.answer = replica.slow
+    with pool.open("a") as stub:
+        call = stub.Generate(replica_pb2.ReplicaGenerateRequest(text="x"))
+        await call.read()
+        replica.epoch = await house.store.leases.register(
+            "a", replica.address, BASE.digest, after_epoch=replica.epoch
+        )
+        await eventually(lambda: pool.view.replicas["a"].epoch == replica.epoch)
+        await eligible(pool, "a")
+        await asyncio.sleep(0.2)
+        assert (await call.read()).HasField("delta")
+        call.cancel()
+
+
+async def test_a_replaced_replica_may_end_its_requests(house, pool) -> None:
+    old = await house.replica("a")
+    await eligible(pool, "a")
+    old.answer = old.slow
+    with pool.open("a") as stub:
+        call = stub.Generate(replica_pb2.ReplicaGenerateRequest(text="x"))
+        await call.read()
+        new = await house.replica("a")
+        await eventually(lambda: pool.view.replicas["a"].address == new.address)
+        await eligible(pool, "a")
+        await asyncio.sleep(0.2)
+        assert (await call.read()).HasField("delta")
+        assert pool.view.replicas["a"].inflight == 1
+        call.cancel()
+    await eventually(lambda: old.running == 0)
     assert pool.view.replicas["a"].inflight == 0

@@ -46,9 +46,9 @@ def test_a_decision_is_fast_at_a_thousand_replicas(large, traffic: str) -> None:
     }[traffic]()
     best_us = float("inf")
     for start in range(0, len(asked), 500):
-        began = time.perf_counter()
+        began = time.thread_time()
         for version in asked[start : start + 500]:
             choose(view, version, rng=rng)
-        # The best of ten batches: what it costs, not what else the machine is doing.
-        best_us = min(best_us, (time.perf_counter() - began) / 500 * 1e6)
+        # Processor time, and the best of ten batches: not what else the machine is doing.
+        best_us = min(best_us, (time.thread_time() - began) / 500 * 1e6)
     assert best_us < GOAL_US

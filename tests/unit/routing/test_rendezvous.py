@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import islice
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorafleet.routing.rendezvous import Rendezvous
@@ -22,6 +22,7 @@ def of(members: dict[str, int]) -> Rendezvous:
     return result
 
 
+@settings(max_examples=50)
 @given(MEMBERS, KEYS)
 def test_the_order_has_every_member_once(members: dict[str, int], keys: list[str]) -> None:
     for key in keys:
@@ -29,6 +30,7 @@ def test_the_order_has_every_member_once(members: dict[str, int], keys: list[str
         assert sorted(order) == sorted(members)
 
 
+@settings(max_examples=50)
 @given(MEMBERS, KEYS, st.randoms())
 def test_the_order_does_not_depend_on_how_members_came(members, keys, rng) -> None:
     shuffled = list(members.items())
@@ -37,6 +39,7 @@ def test_the_order_does_not_depend_on_how_members_came(members, keys, rng) -> No
         assert list(of(members).order(key)) == list(of(dict(shuffled)).order(key))
 
 
+@settings(max_examples=50)
 @given(MEMBERS.filter(bool), KEYS, st.data())
 def test_removing_a_member_keeps_the_order_of_the_others(members, keys, data) -> None:
     gone = data.draw(st.sampled_from(sorted(members)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -88,6 +88,7 @@ class ViewMachine(RuleBasedStateMachine):
 
 
 TestViewMachine = ViewMachine.TestCase
+TestViewMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 
 @given(st.lists(reports(st.just("a")), max_size=8, unique_by=lambda r: (r.epoch, r.sequence)))
