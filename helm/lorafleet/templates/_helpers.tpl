@@ -52,3 +52,31 @@ allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true
 capabilities: { drop: [ALL] }
 {{- end }}
+
+{{/* A Ray pod: model and adapters mounted, /tmp writable. Wants root, name and resources. */}}
+{{- define "lorafleet.rayPod" -}}
+{{ include "lorafleet.pod" .root }}
+containers:
+  - name: {{ .name }}
+    image: {{ include "lorafleet.image" .root }}
+    imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+    env: {{- include "lorafleet.env" .root | nindent 6 }}
+    resources: {{- toYaml .resources | nindent 6 }}
+    securityContext: {{- include "lorafleet.containerSecurity" .root | nindent 6 }}
+    volumeMounts:
+      - { name: model, mountPath: /model, readOnly: true }
+      - { name: blobs, mountPath: /blobs }
+      - { name: tmp, mountPath: /tmp }
+volumes:
+  - name: model
+    persistentVolumeClaim: { claimName: {{ .root.Values.model.existingClaim }}, readOnly: true }
+  - name: blobs
+    persistentVolumeClaim: { claimName: {{ include "lorafleet.blobsClaim" .root }} }
+  - name: tmp
+    emptyDir: {}
+{{- end }}
+
+{{- define "lorafleet.env" -}}
+- { name: LORAFLEET_HOME, value: /tmp/lorafleet }
+- { name: RAY_USAGE_STATS_ENABLED, value: "0" }
+{{- end }}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,17 @@ def test_services_select_the_pods_of_their_own_component() -> None:
         if document["kind"] == "Service":
             selector = document["spec"]["selector"].items()
             assert sum(selector <= pod.items() for pod in labels) == 1, identity(document)
+
+
+def test_the_serve_application_is_one_that_the_code_builds() -> None:
+    (service,) = [document for document in render() if document["kind"] == "RayService"]
+    (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+    module, _, name = application["import_path"].partition(":")
+    build = getattr(importlib.import_module(module), name)
+    for argument in application["args"]:
+        assert f"`{argument}`" in build.__doc__
+    built = build(application["args"])
+    assert built._bound_deployment.num_replicas == 2
 
 
 @pytest.mark.parametrize(
