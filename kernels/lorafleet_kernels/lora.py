@@ -61,7 +61,7 @@ def lora_add(shape: PoolShape) -> Any:
     num_k, num_n = shape.in_features, shape.out_features
     num_q, num_p = shape.num_parts, shape.page_rows
 
-    @T.prim_func(s_tir=True)
+    @T.prim_func(s_tir=True)  # type: ignore[untyped-decorator]
     def lora_add(
         y_handle: T.handle,
         x_handle: T.handle,

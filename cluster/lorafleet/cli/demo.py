@@ -92,6 +92,8 @@ def _ask_all(client: Client, names: list[str], questions: tuple[str, ...], round
                     if done:
                         break
                     time.sleep(0.1)
+            if not out.is_terminal:
+                out.print()  # Live ends its last line on terminals only
             for stream, job in zip(streams, jobs, strict=True):
                 answer = job.result()
                 served.add_row(

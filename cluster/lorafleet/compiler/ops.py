@@ -15,6 +15,13 @@ class NativeLinear(nn.Linear):
         return y if self.bias is None else y + self.bias
 
 
+class Embedding(nn.Embedding):
+    """Rows of the embedding table; ids beyond it take the last row instead of foreign memory."""
+
+    def forward(self, x: nn.Tensor) -> nn.Tensor:
+        return take(self.weight, x, axis=0)
+
+
 class NativeRMSNorm(nn.RMSNorm):
     """Root mean square norm over the last axis by `lorafleet.rms_norm`."""
 
@@ -60,3 +67,8 @@ def silu_mul(gate_up: nn.Tensor) -> nn.Tensor:
     """SwiGLU's gate: silu of the first half of the last axis times the second half."""
     out = nn.Tensor.placeholder((*gate_up.shape[:-1], gate_up.shape[-1] // 2), gate_up.dtype)
     return op.extern("lorafleet.silu_mul", [gate_up], out)
+
+
+def take(x: nn.Tensor, indices: nn.Tensor, axis: int) -> nn.Tensor:
+    """Slices of x by 1-D indices, clipped to its bounds."""
+    return op.wrap_nested(relax.op.take(x._expr, indices._expr, axis=axis, mode="clip"), "take")

@@ -22,7 +22,7 @@ from lorafleet.core.errors import Unavailable
 from lorafleet.core.model import DESCRIPTION_FILE, BaseModel
 from lorafleet.registry import EmbeddedRedis
 from lorafleet.registry.push import push_messages
-from lorafleet.registry.server import SERVICE
+from lorafleet.registry.server import SERVICE, RegistryServer, ServerOptions
 from lorafleet.v1 import registry_pb2 as pb
 from lorafleet.v1 import registry_pb2_grpc
 from lorafleet.wire.channel import open_sync_channel
@@ -122,28 +122,37 @@ def test_it_serves_pushes_from_start_to_sigterm(
 async def test_it_starts_before_redis_and_takes_pushes_soon_after_redis_came(
     tmp_path: Path, make_base: Callable[..., BaseModel], make_adapter: Callable[..., Path]
 ) -> None:
-    server = EmbeddedRedis(tmp_path / "redis")
-    url = server.start()
-    server.stop()
-    process = Process(tmp_path, url, make_base())
+    redis_server = EmbeddedRedis(tmp_path / "redis")
+    url = redis_server.start()
+    redis_server.stop()
+    (tmp_path / DESCRIPTION_FILE).write_text(make_base().to_json())
+    server = RegistryServer(
+        ServerOptions(
+            redis_url=url,
+            blobs_dir=tmp_path / "blobs",
+            model_dir=tmp_path,
+            listen="127.0.0.1:0",
+        )
+    )
     directory = make_adapter(tmp_path / "a")
-    try:
-        with open_sync_channel(process.start()) as channel:
+
+    def use(address: str) -> None:
+        with open_sync_channel(address) as channel:
             stub = registry_pb2_grpc.AdapterRegistryStub(channel)
             with pytest.raises(grpc.RpcError) as caught:
                 stub.PushAdapter(push_messages(directory, "a"), timeout=20)
             assert isinstance(from_rpc_error(caught.value), Unavailable)
             assert _health(channel, SERVICE) == "NOT_SERVING"
             assert _health(channel, "") == "SERVING"
-            await asyncio.to_thread(server.start)
+            redis_server.start()
             stub.PushAdapter(push_messages(directory, "a"), timeout=10)
             _wait_serving(channel)
+
+    try:
+        await asyncio.to_thread(use, await server.start())
     finally:
-        assert process.stop() == 0
-        assert process.process is not None
-        assert process.process.stdout is not None
-        process.process.stdout.close()
-        server.stop()
+        await server.stop()
+        redis_server.stop()
 
 
 @pytest.mark.parametrize(

@@ -543,7 +543,10 @@ async def test_a_page_of_adapters_with_many_versions_fits_into_a_message(
 ) -> None:
     modules = tuple(f"{number:050d}" for number in range(100))  # makes a manifest of 6 KiB
     for adapter in range(6):
-        for number in range(150):
-            manifest = make_manifest(f"a{adapter}", number, target_modules=modules)
-            await store.publish_version(manifest)
+        await asyncio.gather(
+            *(
+                store.publish_version(make_manifest(f"a{adapter}", n, target_modules=modules))
+                for n in range(150)
+            )
+        )
     assert [name async for name in _pages(client, page_size=1000)] == [f"a{n}" for n in range(6)]

@@ -16,7 +16,15 @@ import numpy as np
 from tvm.relax.frontend import nn
 from tvm.relax.frontend.nn import op
 
-from lorafleet.compiler.ops import NativeLinear, NativeRMSNorm, PagedKVCache, linear, silu_mul
+from lorafleet.compiler.ops import (
+    Embedding,
+    NativeLinear,
+    NativeRMSNorm,
+    PagedKVCache,
+    linear,
+    silu_mul,
+    take,
+)
 from lorafleet.compiler.weights import WeightMap
 from lorafleet.core.errors import InvalidInput, Unsupported
 from lorafleet.core.model import KvLayout
@@ -168,7 +176,7 @@ class LlamaModel(nn.Module):
     """The stack of layers between embedding and head."""
 
     def __init__(self, size: LlamaFamily) -> None:
-        self.embed_tokens = nn.Embedding(size.vocab_size, size.hidden_size)
+        self.embed_tokens = Embedding(size.vocab_size, size.hidden_size)
         self.layers = nn.ModuleList([LlamaLayer(size) for _ in range(size.num_layers)])
         self.norm = NativeRMSNorm(size.hidden_size, -1, size.rms_norm_eps, bias=False)
 
@@ -197,7 +205,7 @@ class LlamaForCausalLM(nn.Module):
     ) -> tuple[nn.Tensor, PagedKVCache]:
         """(1, T, D) ragged rows to the logits (1, S, V) at `logit_positions`."""
         hidden = self.model(input_embeds, paged_kv_cache)
-        return self._logits(op.take(hidden, logit_positions, axis=1)), paged_kv_cache
+        return self._logits(take(hidden, logit_positions, axis=1)), paged_kv_cache
 
     def batch_decode(
         self, input_embeds: nn.Tensor, paged_kv_cache: PagedKVCache
