@@ -62,7 +62,7 @@ def lora_add(shape: PoolShape) -> Any:
     num_q, num_p = shape.num_parts, shape.page_rows
 
     @T.prim_func(s_tir=True)  # type: ignore[untyped-decorator]
-    def lora_add(
+    def lora_add(  # type: ignore[no-untyped-def]
         y_handle: T.handle,
         x_handle: T.handle,
         a_handle: T.handle,
