@@ -45,7 +45,7 @@ cpp-test: $(STAMPS)/test  ## Build and run the native library's GoogleTests
 	  $(BIN)/cmake -S cpp -B build/cpp-test -G Ninja -DCMAKE_BUILD_TYPE=Release \
 	    -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DPython_EXECUTABLE=$(abspath $(BIN))/python \
 	    -DLORAFLEET_BUILD_TESTS=ON >/dev/null \
-	  && $(BIN)/cmake --build build/cpp-test >/dev/null \
+	  && $(BIN)/cmake --build build/cpp-test --target lorafleet_tests >/dev/null \
 	  && $(BIN)/ctest --test-dir build/cpp-test --output-on-failure --progress; \
 	else echo "cpp-test: GoogleTest headers not found (Debian: libgtest-dev); skipped"; fi
 
@@ -53,6 +53,7 @@ lock:  ## Resolve the newest allowed versions and write them down
 	@$(UV) lock --upgrade --quiet
 	@$(UV) export --quiet --no-header --no-emit-project --no-hashes --no-annotate --group model -o requirements/run.lock
 	@$(UV) export --quiet --no-header --no-emit-project --no-hashes --no-annotate --all-groups -o requirements/dev.lock
+	@sed -i "s/ ; sys_platform == 'linux'//" requirements/*.lock
 
 clean:  ## Remove the environment and everything built
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

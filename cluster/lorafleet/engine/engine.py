@@ -29,7 +29,6 @@ from lorafleet.engine.book import AdapterBook, AdapterUse, Source
 from lorafleet.engine.intake import Intake
 from lorafleet.engine.loop import StepLoop
 from lorafleet.engine.options import EngineOptions
-from lorafleet.engine.plan import Chunk, build_plan
 from lorafleet.engine.request import (
     Completion,
     Delta,
@@ -44,6 +43,7 @@ from lorafleet.engine.request import (
 from lorafleet.engine.residency import Residency
 from lorafleet.engine.runner import Runner
 from lorafleet.engine.scheduler import Limits, Scheduler
+from lorafleet.engine.single_step import single_step
 from lorafleet.engine.snapshot import ResidencySnapshot, Snapshots, Subscriber
 from lorafleet.engine.text import TextCodec
 
@@ -294,7 +294,8 @@ class Engine:
         Exhausted
             The batch does not fit into the free KV blocks.
         """
-        loop, _ = self._running()
+        loop, scheduler = self._running()
+        assert self._runner is not None
         requests = [
             self._intake.request(Prompt(token_ids=ids), None, mix=self._resolve(use), emit=_ignore)
             for ids, use in batch
@@ -302,7 +303,8 @@ class Engine:
         for _, use in batch:
             if use is not None:
                 self.ensure_resident(use)
-        return np.asarray(loop.call(lambda: self._one_step(requests)).result())
+        step = partial(single_step, requests, scheduler, self._runner)
+        return np.asarray(loop.call(step).result())
 
     # What it holds.
 
@@ -348,31 +350,6 @@ class Engine:
         if use is not None and not self.base.sites:
             raise Unsupported(f"base model {self.base.name!r} was compiled without LoRA")
         return self._book.resolve(use)
-
-    def _one_step(self, requests: list[Request]) -> np.ndarray:
-        _, scheduler = self._running()
-        assert self._runner is not None
-        blocks = scheduler.blocks
-        taken: list[Request] = []
-        try:
-            for request in requests:
-                needed = blocks.needed(request.prompt_length)
-                references = self._residency.pin(request.mix) if self._residency is not None else ()
-                if not blocks.can_allocate(needed) or references is None:
-                    raise Exhausted("the batch does not fit into the engine's free memory")
-                request.blocks, request.page_refs = blocks.allocate(needed), references
-                taken.append(request)
-            plan = build_plan(
-                [Chunk(request=request, num_tokens=request.num_pending) for request in requests]
-            )
-            logits = self._runner.step(plan)
-            rows = {id(request): row for row, request in enumerate(plan.sampled)}
-            return logits[[rows[id(request)] for request in requests]].copy()
-        finally:
-            for request in taken:
-                blocks.release(request.blocks)
-                if self._residency is not None:
-                    self._residency.unpin(request.mix)
 
     def _abort(self, request: Request) -> None:
         request.cancelled.set()
