@@ -9,6 +9,7 @@ behind but, at worst, unreferenced blobs.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from lorafleet.core.errors import InvalidAdapter, InvalidInput, Unavailable
+from lorafleet.core.errors import InvalidAdapter, InvalidInput, LorafleetError, Unavailable
 from lorafleet.core.log import get_logger
 from lorafleet.core.manifest import FileEntry, VersionManifest
 from lorafleet.core.names import canonical_name, check_alias, is_version_id
@@ -113,15 +114,17 @@ class RegistryService(registry_pb2_grpc.AdapterRegistryServicer):
     ) -> registry_pb2.PushAdapterResponse:
         """Receive, check and register a version."""
         messages = _Messages(request_iterator, self._limits.idle_timeout_s)
-        header = _check_header(await messages.header(), self._limits)
-        with self._blobs.open_staging() as staging:
-            for entry in header.files:
-                await _receive(messages, staging, entry)
-            await messages.expect_end()
-            published = await self._register(header, staging)
+        try:
+            published = await self._push(messages)
+        except LorafleetError:
+            await messages.discard()
+            raise
         manifest = published.manifest
         _log.info(
-            "adapter pushed", adapter=header.name, version=manifest.id, existed=published.existed
+            "adapter pushed",
+            adapter=manifest.adapter,
+            version=manifest.id,
+            existed=published.existed,
         )
         return registry_pb2.PushAdapterResponse(
             version=version_to_proto(manifest), existed=published.existed
@@ -187,6 +190,14 @@ class RegistryService(registry_pb2_grpc.AdapterRegistryServicer):
         _log.info("adapter deleted", adapter=name)
         return registry_pb2.DeleteAdapterResponse()
 
+    async def _push(self, messages: _Messages) -> Published:
+        header = _check_header(await messages.header(), self._limits)
+        with self._blobs.open_staging() as staging:
+            for entry in header.files:
+                await _receive(messages, staging, entry)
+            await messages.expect_end()
+            return await self._register(header, staging)
+
     async def _register(self, header: _Header, staging: Staging) -> Published:
         """Validate what is staged, make it durable, then visible: in this order."""
         loop = asyncio.get_running_loop()
@@ -198,6 +209,9 @@ class RegistryService(registry_pb2_grpc.AdapterRegistryServicer):
         _check_all_used(header.files, manifest.files)
         await asyncio.to_thread(self._blobs.commit, staging)
         return await self._store.publish_version(manifest, if_new=header.if_new)
+
+
+_DISCARD_S = 0.5
 
 
 class _Messages:
@@ -237,6 +251,17 @@ class _Messages:
             raise InvalidInput(
                 "the push goes on after the last byte of its last file", field="chunk"
             )
+
+    async def discard(self) -> None:
+        """Read on for a moment after a refusal.
+
+        A client of grpc.aio that is still sending as the call ends loses the reason: it reports an
+        internal error instead of our status. What it sends within the moment is thrown away.
+        """
+        with contextlib.suppress(TimeoutError, LorafleetError):
+            async with asyncio.timeout(_DISCARD_S):
+                while await self._next() is not None:
+                    pass
 
     async def _next(self) -> registry_pb2.PushAdapterRequest | None:
         try:
