@@ -20,13 +20,13 @@ demo: $(STAMPS)/install  ## Set up, compile the default model, serve it with exa
 up: $(STAMPS)/install  ## Set up and start the fleet; it goes on until `.venv/bin/lorafleet down`
 	@$(BIN)/lorafleet up --detach
 
-test: $(STAMPS)/test cpp-test  ## Set up and run every test
+test: $(STAMPS)/test $(STAMPS)/protos cpp-test  ## Set up and run every test
 	@$(BIN)/python -m pytest
 
 bench: $(STAMPS)/test  ## Measure every figure; writes benchmarks/out/latest.json
 	@$(BIN)/lorafleet bench all
 
-lint: $(STAMPS)/test  ## Formatters, linters, types, import layers, proto rules, spelling
+lint: $(STAMPS)/test $(STAMPS)/protos  ## Formatters, linters, types, import layers, proto rules, spelling
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
@@ -80,3 +80,11 @@ $(STAMPS)/test: requirements/dev.lock $(STAMPS)/install
 	@$(UV_PIP) --no-deps -r requirements/dev.lock
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	@touch $@
+
+# The build makes the protos' Python code where it is installed; tools that read the source tree
+# (mypy, import-linter) want it there as well.
+$(STAMPS)/protos: protos/lorafleet/v1/*.proto $(STAMPS)/test
+	@mkdir -p cluster/lorafleet/v1
+	@$(BIN)/python -m grpc_tools.protoc -I protos --python_out=cluster --pyi_out=cluster \
+	  --grpc_python_out=cluster protos/lorafleet/v1/*.proto
+	@touch cluster/lorafleet/v1/__init__.py $@
