@@ -5,9 +5,47 @@
 #include <cstring>
 #include <utility>
 
-#include "lorafleet/error.h"
-
 namespace lorafleet {
+namespace {
+
+Error PoolError(ErrorKind kind, const std::string& message) {
+  return Error(kind, "adapter pool: " + message);
+}
+
+}  // namespace
+
+Status AdapterPool::CheckShape(const std::vector<PoolSite>& sites, int64_t num_pages,
+                               int64_t page_rows) {
+  // Page ids are int32, and no array may have more bytes than 63 bits count.
+  if (num_pages < 1 || num_pages > INT32_MAX || page_rows < 1 || page_rows > INT32_MAX) {
+    return PoolError(ErrorKind::kInvalidInput, "num_pages and page_rows must be in [1, 2^31)");
+  }
+  for (size_t i = 0; i < sites.size(); ++i) {
+    const PoolSite& site = sites[i];
+    const std::string name = "site " + std::to_string(i);
+    if (site.in_features < 1) {
+      return PoolError(ErrorKind::kInvalidInput, name + ": in_features must be positive");
+    }
+    int64_t begin = 0;
+    for (const int64_t end : site.part_ends) {
+      if (end <= begin) {
+        return PoolError(ErrorKind::kInvalidInput, name + ": part ends must ascend from above 0");
+      }
+      begin = end;
+    }
+    if (site.part_ends.empty()) {
+      return PoolError(ErrorKind::kInvalidInput, name + ": expected at least one part");
+    }
+    int64_t bytes = sizeof(float);
+    const int64_t widest = std::max(site.in_features, site.out_features());
+    for (const int64_t dim : {num_pages, page_rows, site.num_parts(), widest}) {
+      if (__builtin_mul_overflow(bytes, dim, &bytes)) {
+        return PoolError(ErrorKind::kInvalidInput, name + ": too many elements");
+      }
+    }
+  }
+  return Status();
+}
 
 AdapterPool::AdapterPool(std::vector<PoolSite> sites, std::vector<PoolStorage> storage,
                          int64_t num_pages, int64_t page_rows)
@@ -19,15 +57,20 @@ AdapterPool::AdapterPool(std::vector<PoolSite> sites, std::vector<PoolStorage> s
   for (int64_t page = num_pages; page-- > 0;) free_.push_back(static_cast<int32_t>(page));
 }
 
-std::vector<std::string> AdapterPool::Reserve(const std::string& version, int64_t num_pages) {
+Expected<std::vector<std::string>> AdapterPool::Reserve(const std::string& version,
+                                                        int64_t num_pages) {
+  if (num_pages < 1) {
+    return PoolError(ErrorKind::kInvalidInput, version + ": expected at least one rank page, got " +
+                                                   std::to_string(num_pages));
+  }
   const std::lock_guard<std::mutex> lock(mutex_);
   if (entries_.count(version)) {
-    throw Error(ErrorKind::kConflict, "adapter pool: " + version + " is already loading or resident");
+    return PoolError(ErrorKind::kConflict, version + " is already loading or resident");
   }
-  if (num_pages <= 0 || num_pages > num_pages_) {
-    throw Error(ErrorKind::kExhausted, "adapter pool: " + version + " needs " +
-                                           std::to_string(num_pages) + " rank pages, the pool has " +
-                                           std::to_string(num_pages_));
+  if (num_pages > num_pages_) {
+    return PoolError(ErrorKind::kExhausted, version + " needs " + std::to_string(num_pages) +
+                                                " rank pages, the pool has " +
+                                                std::to_string(num_pages_));
   }
   // Choose all victims before the first is touched.
   std::vector<std::string> victims;
@@ -39,89 +82,108 @@ std::vector<std::string> AdapterPool::Reserve(const std::string& version, int64_
     available += static_cast<int64_t>(entry.pages.size());
   }
   if (available < num_pages) {
-    throw Error(ErrorKind::kExhausted,
-                "adapter pool: " + version + " needs " + std::to_string(num_pages) +
-                    " rank pages, only " + std::to_string(available) +
-                    " are free or evictable; the rest is in use");
+    return PoolError(ErrorKind::kExhausted, version + " needs " + std::to_string(num_pages) +
+                                                " rank pages, only " + std::to_string(available) +
+                                                " are free or evictable; the rest is in use");
   }
   for (const std::string& victim : victims) Release(victim);
 
   Entry& entry = entries_[version];
-  entry.pages.assign(free_.end() - num_pages, free_.end());
-  std::reverse(entry.pages.begin(), entry.pages.end());
+  entry.pages.assign(free_.rbegin(), free_.rbegin() + num_pages);
   free_.resize(free_.size() - num_pages);
   // A page's earlier owner may have used more parts than this one will write.
   for (const int32_t page : entry.pages) {
     for (size_t site = 0; site < sites_.size(); ++site) {
-      const size_t parts = sites_[site].part_ends.size();
-      std::memset(storage_[site].used + page * parts, 0, parts * sizeof(int32_t));
+      const int64_t parts = sites_[site].num_parts();
+      std::fill_n(storage_[site].used + page * parts, parts, 0);
     }
   }
   return victims;
 }
 
-void AdapterPool::Write(const std::string& version, int64_t site, int64_t part, const float* a,
-                        const float* b_t, int64_t rank) {
+Status AdapterPool::Write(const std::string& version, int64_t site, int64_t part, const float* a,
+                          const float* b_t, int64_t rank) {
+  if (site < 0 || site >= static_cast<int64_t>(sites_.size())) {
+    return PoolError(ErrorKind::kInvalidInput, "no site " + std::to_string(site));
+  }
+  if (part < 0 || part >= sites_[site].num_parts()) {
+    return PoolError(ErrorKind::kInvalidInput,
+                     "site " + std::to_string(site) + " has no part " + std::to_string(part));
+  }
   std::vector<int32_t> pages;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    pages = Loaded(version).pages;
-  }
-  const PoolSite& shape = sites_.at(site);
-  const int64_t num_parts = static_cast<int64_t>(shape.part_ends.size());
-  const int64_t out_features = shape.part_ends.back();
-  const int64_t begin = part == 0 ? 0 : shape.part_ends.at(part - 1);
-  const int64_t width = shape.part_ends.at(part) - begin;
-  if (rank < 0 || rank > static_cast<int64_t>(pages.size()) * page_rows_) {
-    throw Error(ErrorKind::kInvalidInput,
-                "adapter pool: rank " + std::to_string(rank) + " does not fit into " +
-                    std::to_string(pages.size()) + " pages of " + std::to_string(page_rows_));
-  }
-  for (int64_t first = 0; first < rank; first += page_rows_) {
-    const int64_t page = pages[first / page_rows_];
-    const int64_t rows = std::min(page_rows_, rank - first);
-    std::memcpy(
-        storage_[site].a + ((page * num_parts + part) * page_rows_) * shape.in_features,
-        a + first * shape.in_features, rows * shape.in_features * sizeof(float));
-    float* b = storage_[site].b + page * page_rows_ * out_features + begin;
-    for (int64_t row = 0; row < rows; ++row) {
-      std::memcpy(b + row * out_features, b_t + (first + row) * width, width * sizeof(float));
+    Entry* entry = FindLoading(version);
+    if (entry == nullptr) return PoolError(ErrorKind::kConflict, version + " is not loading");
+    if (rank < 0 || rank > static_cast<int64_t>(entry->pages.size()) * page_rows_) {
+      return PoolError(ErrorKind::kInvalidInput,
+                       "rank " + std::to_string(rank) + " does not fit into " +
+                           std::to_string(entry->pages.size()) + " pages of " +
+                           std::to_string(page_rows_) + " rows");
     }
-    storage_[site].used[page * num_parts + part] = static_cast<int32_t>(rows);
+    ++entry->num_writers;
+    pages = entry->pages;
+  }
+  CopyRows(site, part, pages, a, b_t, rank);
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    --FindLoading(version)->num_writers;  // still there: Commit and Abort wait for us
+  }
+  writer_left_.notify_all();
+  return Status();
+}
+
+void AdapterPool::CopyRows(int64_t site, int64_t part, const std::vector<int32_t>& pages,
+                           const float* a, const float* b_t, int64_t rank) {
+  const PoolSite& shape = sites_[site];
+  const int64_t out = shape.out_features(), width = shape.part_width(part);
+  for (size_t i = 0; i < pages.size(); ++i) {
+    const int64_t first = static_cast<int64_t>(i) * page_rows_;
+    const int64_t rows = std::clamp<int64_t>(rank - first, 0, page_rows_);
+    const int64_t slice = pages[i] * shape.num_parts() + part;
+    storage_[site].used[slice] = static_cast<int32_t>(rows);
+    if (rows == 0) continue;
+    std::memcpy(storage_[site].a + slice * page_rows_ * shape.in_features,
+                a + first * shape.in_features, rows * shape.in_features * sizeof(float));
+    float* b = storage_[site].b + pages[i] * page_rows_ * out + shape.part_begin(part);
+    for (int64_t row = 0; row < rows; ++row) {
+      std::memcpy(b + row * out, b_t + (first + row) * width, width * sizeof(float));
+    }
   }
 }
 
-void AdapterPool::Commit(const std::string& version) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  Entry& entry = Loaded(version);
-  entry.resident = true;
-  entry.recency = lru_.insert(lru_.end(), version);
+Status AdapterPool::Commit(const std::string& version) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  Entry* entry = AwaitWriters(version, &lock);
+  if (entry == nullptr) return PoolError(ErrorKind::kConflict, version + " is not loading");
+  entry->resident = true;
+  entry->recency = lru_.insert(lru_.end(), version);
+  return Status();
 }
 
 void AdapterPool::Abort(const std::string& version) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const auto it = entries_.find(version);
-  if (it != entries_.end() && !it->second.resident) Release(version);
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (AwaitWriters(version, &lock) != nullptr) Release(version);
 }
 
-bool AdapterPool::Pin(const std::string& version, std::vector<int32_t>* page_ids) {
+std::optional<std::vector<int32_t>> AdapterPool::Pin(const std::string& version) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto it = entries_.find(version);
-  if (it == entries_.end() || !it->second.resident) return false;
+  if (it == entries_.end() || !it->second.resident) return std::nullopt;
   Entry& entry = it->second;
   ++entry.num_pins;
   lru_.splice(lru_.end(), lru_, entry.recency);
-  *page_ids = entry.pages;
-  return true;
+  return entry.pages;
 }
 
-void AdapterPool::Unpin(const std::string& version) {
+Status AdapterPool::Unpin(const std::string& version) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto it = entries_.find(version);
   if (it == entries_.end() || it->second.num_pins == 0) {
-    throw Error(ErrorKind::kInternal, "adapter pool: unpin of " + version + ", which is not pinned");
+    return PoolError(ErrorKind::kInternal, "unpin of " + version + ", which is not pinned");
   }
   --it->second.num_pins;
+  return Status();
 }
 
 bool AdapterPool::Evict(const std::string& version) {
@@ -152,7 +214,7 @@ int64_t AdapterPool::free_pages() const {
   return static_cast<int64_t>(free_.size());
 }
 
-void AdapterPool::Check() const {
+Status AdapterPool::Check() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   std::vector<int> owners(num_pages_, 0);
   for (const int32_t page : free_) ++owners.at(page);
@@ -160,22 +222,27 @@ void AdapterPool::Check() const {
   for (const auto& [name, entry] : entries_) {
     for (const int32_t page : entry.pages) ++owners.at(page);
     residents += entry.resident;
+    if (entry.pages.empty()) return PoolError(ErrorKind::kInternal, name + " owns no page");
     if (!entry.resident && entry.num_pins != 0) {
-      throw Error(ErrorKind::kInternal, "adapter pool: " + name + " is pinned while loading");
+      return PoolError(ErrorKind::kInternal, name + " is pinned while loading");
+    }
+    if (entry.resident && entry.num_writers != 0) {
+      return PoolError(ErrorKind::kInternal, name + " is written while resident");
     }
     if (entry.resident && *entry.recency != name) {
-      throw Error(ErrorKind::kInternal, "adapter pool: the recency list lost " + name);
+      return PoolError(ErrorKind::kInternal, "the recency list lost " + name);
     }
   }
   if (residents != lru_.size()) {
-    throw Error(ErrorKind::kInternal, "adapter pool: the recency list has a stranger");
+    return PoolError(ErrorKind::kInternal, "the recency list has a stranger");
   }
   for (int64_t page = 0; page < num_pages_; ++page) {
     if (owners[page] != 1) {
-      throw Error(ErrorKind::kInternal, "adapter pool: page " + std::to_string(page) + " has " +
-                                            std::to_string(owners[page]) + " owners");
+      return PoolError(ErrorKind::kInternal, "page " + std::to_string(page) + " has " +
+                                                 std::to_string(owners[page]) + " owners");
     }
   }
+  return Status();
 }
 
 void AdapterPool::Release(const std::string& version) {
@@ -186,12 +253,20 @@ void AdapterPool::Release(const std::string& version) {
   entries_.erase(it);
 }
 
-AdapterPool::Entry& AdapterPool::Loaded(const std::string& version) {
+AdapterPool::Entry* AdapterPool::FindLoading(const std::string& version) {
   const auto it = entries_.find(version);
-  if (it == entries_.end() || it->second.resident) {
-    throw Error(ErrorKind::kConflict, "adapter pool: " + version + " is not loading");
+  return it == entries_.end() || it->second.resident ? nullptr : &it->second;
+}
+
+AdapterPool::Entry* AdapterPool::AwaitWriters(const std::string& version,
+                                              std::unique_lock<std::mutex>* lock) {
+  // Looked up afresh each time: another call may have ended the loading meanwhile.
+  Entry* entry = FindLoading(version);
+  while (entry != nullptr && entry->num_writers > 0) {
+    writer_left_.wait(*lock);
+    entry = FindLoading(version);
   }
-  return it->second;
+  return entry;
 }
 
 }  // namespace lorafleet

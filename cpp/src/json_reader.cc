@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lorafleet/json_reader.h"
 
-#include <stdexcept>
-
 namespace lorafleet {
 namespace {
 
@@ -24,150 +22,193 @@ void AppendUtf8(uint32_t c, std::string* out) {
   }
 }
 
+// RFC 3629: shortest forms only, no surrogates, nothing above U+10FFFF.
+bool IsUtf8(std::string_view text) {
+  for (size_t i = 0; i < text.size();) {
+    const auto byte = [&](size_t k) -> uint32_t {
+      return i + k < text.size() ? static_cast<uint8_t>(text[i + k]) : 0;
+    };
+    const uint32_t lead = byte(0);
+    size_t length = 0;
+    uint32_t code = 0, least = 0;
+    if (lead < 0x80) {
+      ++i;
+      continue;
+    }
+    if (lead >> 5 == 0b110) {
+      length = 2, code = lead & 0x1F, least = 0x80;
+    } else if (lead >> 4 == 0b1110) {
+      length = 3, code = lead & 0x0F, least = 0x800;
+    } else if (lead >> 3 == 0b11110) {
+      length = 4, code = lead & 0x07, least = 0x10000;
+    } else {
+      return false;
+    }
+    for (size_t k = 1; k < length; ++k) {
+      if (byte(k) >> 6 != 0b10) return false;
+      code = code << 6 | (byte(k) & 0x3F);
+    }
+    if (code < least || code > 0x10FFFF || (code >= 0xD800 && code <= 0xDFFF)) return false;
+    i += length;
+  }
+  return true;
+}
+
 }  // namespace
 
-void JsonReader::Fail(const std::string& what) const {
-  throw std::runtime_error("expected " + what + " at byte " + std::to_string(at_));
+void JsonReader::Fail(const std::string& what) {
+  if (error_.empty()) error_ = what;
+}
+
+void JsonReader::Expect(const std::string& what) {
+  Fail("expected " + what + " at byte " + std::to_string(at_));
 }
 
 void JsonReader::SkipSpace() {
-  while (at_ < text_.size() && (text_[at_] == ' ' || text_[at_] == '\n' || text_[at_] == '\r' ||
-                                text_[at_] == '\t')) {
+  while (at_ < text_.size() &&
+         (text_[at_] == ' ' || text_[at_] == '\n' || text_[at_] == '\r' || text_[at_] == '\t')) {
     ++at_;
   }
 }
 
 bool JsonReader::Take(char c) {
   SkipSpace();
-  if (at_ >= text_.size() || text_[at_] != c) return false;
+  if (!ok() || at_ >= text_.size() || text_[at_] != c) return false;
   ++at_;
   return true;
 }
 
 char JsonReader::Next() {
-  if (at_ >= text_.size()) Fail("more text");
-  return text_[at_++];
+  if (at_ < text_.size()) return text_[at_++];
+  Expect("more text");
+  return '\0';
 }
 
 bool JsonReader::Separator(char close) {
-  if (Take(close)) {
-    first_ = false;
-    return false;
-  }
-  if (!first_ && !Take(',')) Fail(std::string("',' or '") + close + "'");
+  const bool first = first_;
   first_ = false;
-  return true;
+  if (Take(close)) return false;
+  if (!first && !Take(',')) Expect(std::string("',' or '") + close + "'");
+  return ok();
 }
 
 void JsonReader::BeginObject() {
-  if (!Take('{')) Fail("'{'");
+  if (!Take('{')) Expect("'{'");
   first_ = true;
 }
 
 bool JsonReader::NextKey(std::string* key) {
   if (!Separator('}')) return false;
   *key = String();
-  if (!Take(':')) Fail("':'");
-  return true;
+  if (!Take(':')) Expect("':'");
+  return ok();
 }
 
 void JsonReader::BeginArray() {
-  if (!Take('[')) Fail("'['");
+  if (!Take('[')) Expect("'['");
   first_ = true;
 }
 
-bool JsonReader::NextItem() { return Separator(']'); }
+bool JsonReader::NextItem() {
+  return Separator(']');
+}
 
 uint32_t JsonReader::Hex4() {
   uint32_t value = 0;
   for (int i = 0; i < 4; ++i) {
     const char c = Next();
-    value <<= 4;
+    uint32_t digit = 0;
     if (c >= '0' && c <= '9') {
-      value |= c - '0';
+      digit = c - '0';
     } else if (c >= 'a' && c <= 'f') {
-      value |= c - 'a' + 10;
+      digit = c - 'a' + 10;
     } else if (c >= 'A' && c <= 'F') {
-      value |= c - 'A' + 10;
+      digit = c - 'A' + 10;
     } else {
-      Fail("a hexadecimal digit");
+      Expect("a hexadecimal digit");
     }
+    value = value << 4 | digit;
   }
   return value;
 }
 
-std::string JsonReader::String() {
-  if (!Take('"')) Fail("a string");
-  std::string out;
-  while (true) {
-    const char c = Next();
-    if (c == '"') return out;
-    if (static_cast<unsigned char>(c) < 0x20) Fail("no control character in a string");
-    if (c != '\\') {
-      out.push_back(c);
-      continue;
-    }
-    switch (const char escape = Next()) {
-      case '"':
-      case '\\':
-      case '/':
-        out.push_back(escape);
-        break;
-      case 'b':
-        out.push_back('\b');
-        break;
-      case 'f':
-        out.push_back('\f');
-        break;
-      case 'n':
-        out.push_back('\n');
-        break;
-      case 'r':
-        out.push_back('\r');
-        break;
-      case 't':
-        out.push_back('\t');
-        break;
-      case 'u': {
-        uint32_t code = Hex4();
-        if (code >= 0xD800 && code < 0xDC00) {
-          if (Next() != '\\' || Next() != 'u') Fail("the second half of a surrogate pair");
-          const uint32_t low = Hex4();
-          if (low < 0xDC00 || low > 0xDFFF) Fail("the second half of a surrogate pair");
-          code = 0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00);
-        } else if (code >= 0xDC00 && code <= 0xDFFF) {
-          Fail("no lone surrogate");
-        }
-        AppendUtf8(code, &out);
-        break;
+void JsonReader::Escape(std::string* out) {
+  switch (const char escape = Next()) {
+    case '"':
+    case '\\':
+    case '/':
+      return out->push_back(escape);
+    case 'b':
+      return out->push_back('\b');
+    case 'f':
+      return out->push_back('\f');
+    case 'n':
+      return out->push_back('\n');
+    case 'r':
+      return out->push_back('\r');
+    case 't':
+      return out->push_back('\t');
+    case 'u': {
+      uint32_t code = Hex4();
+      if (code >= 0xD800 && code < 0xDC00) {
+        const bool pair = Next() == '\\' && Next() == 'u';
+        const uint32_t low = pair ? Hex4() : 0;
+        if (low < 0xDC00 || low > 0xDFFF) return Expect("the second half of a surrogate pair");
+        code = 0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00);
+      } else if (code >= 0xDC00 && code <= 0xDFFF) {
+        return Expect("no lone surrogate");
       }
-      default:
-        Fail("a known escape");
+      return AppendUtf8(code, out);
+    }
+    default:
+      Expect("a known escape");
+  }
+}
+
+std::string JsonReader::String() {
+  if (!Take('"')) Expect("a string");
+  std::string out;
+  while (ok()) {
+    const char c = Next();
+    if (c == '"') break;
+    if (static_cast<unsigned char>(c) < 0x20) {
+      Expect("no control character in a string");
+    } else if (c == '\\') {
+      Escape(&out);
+    } else {
+      out.push_back(c);
     }
   }
+  if (!IsUtf8(out)) Expect("UTF-8 in a string");
+  return ok() ? out : std::string();
 }
 
 int64_t JsonReader::Unsigned() {
   SkipSpace();
   const size_t start = at_;
   int64_t value = 0;
-  while (at_ < text_.size() && text_[at_] >= '0' && text_[at_] <= '9') {
+  while (ok() && at_ < text_.size() && text_[at_] >= '0' && text_[at_] <= '9') {
     const int digit = text_[at_] - '0';
-    if (value > (INT64_MAX - digit) / 10) Fail("an integer below 2^63");
+    if (value > (INT64_MAX - digit) / 10) {
+      Expect("an integer below 2^63");
+      return 0;
+    }
     value = value * 10 + digit;
     ++at_;
   }
-  if (at_ == start) Fail("a non-negative integer");
-  if (text_[start] == '0' && at_ - start > 1) Fail("no leading zero");
-  if (at_ < text_.size() && (text_[at_] == '.' || text_[at_] == 'e' || text_[at_] == 'E')) {
-    Fail("an integer");
+  if (at_ == start) {
+    Expect("a non-negative integer");
+  } else if (text_[start] == '0' && at_ - start > 1) {
+    Expect("no leading zero");
+  } else if (at_ < text_.size() && (text_[at_] == '.' || text_[at_] == 'e' || text_[at_] == 'E')) {
+    Expect("an integer");
   }
-  return value;
+  return ok() ? value : 0;
 }
 
 void JsonReader::End() {
   SkipSpace();
-  if (at_ != text_.size()) Fail("the end");
+  if (at_ != text_.size()) Expect("the end");
 }
 
 }  // namespace lorafleet

@@ -2,4 +2,4 @@
 // SPDX-License-Identifier: Apache-2.0
 #define LORAFLEET_ISA avx2
 #define LORAFLEET_ISA_NAME "avx2"
-#include "kernels_simd.inc"
+#include "simd/table.h"

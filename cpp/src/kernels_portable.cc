@@ -1,4 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
 #define LORAFLEET_ISA portable
 #define LORAFLEET_ISA_NAME "portable"
-#include "kernels_simd.inc"
+#include "simd/table.h"

@@ -3,17 +3,17 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cmath>
 #include <string>
 #include <utility>
 
-#include "lorafleet/error.h"
 #include "lorafleet/parallel.h"
 
 namespace lorafleet {
 namespace {
 
-// Query tokens that one task attends: small, since later tokens of a prompt see more keys.
+// Query tokens that one task attends, and that one task appends.
 constexpr int64_t kSpanTokens = 16;
 
 int64_t StorageBytes(const KvShape& s) {
@@ -21,8 +21,27 @@ int64_t StorageBytes(const KvShape& s) {
          static_cast<int64_t>(sizeof(float));
 }
 
-void Require(bool condition, const std::string& message) {
-  if (!condition) throw Error(ErrorKind::kInvalidInput, message);
+Error Invalid(const std::string& message) {
+  return Error(ErrorKind::kInvalidInput, "kv cache: " + message);
+}
+
+Status CheckShape(const KvShape& s, size_t num_frequencies) {
+  for (const int64_t dim :
+       {s.num_layers, s.num_blocks, s.num_qo_heads, s.num_kv_heads, s.head_dim}) {
+    if (dim < 1 || dim > INT32_MAX) return Invalid("every dimension must be in [1, 2^31)");
+  }
+  if (s.head_dim % 8 != 0) return Invalid("head_dim must be a multiple of 8");
+  if (s.num_qo_heads % s.num_kv_heads != 0) {
+    return Invalid("num_qo_heads must be a multiple of num_kv_heads");
+  }
+  if (static_cast<int64_t>(num_frequencies) * 2 != s.head_dim) {
+    return Invalid("rope_inv_freq must have head_dim / 2 entries");
+  }
+  int64_t bytes = 2 * kBlockSize * sizeof(float);
+  for (const int64_t dim : {s.num_layers, s.num_blocks, s.num_kv_heads, s.head_dim}) {
+    if (__builtin_mul_overflow(bytes, dim, &bytes)) return Invalid("too many elements");
+  }
+  return Status();
 }
 
 // x[0, D) rotated in pairs (i, i + D / 2), as transformers' rotate_half does.
@@ -37,35 +56,30 @@ void Rotate(const float* x, const float* cos_sin, int64_t head_dim, float* out, 
 
 }  // namespace
 
-void PagedKvCache::Free::operator()(float* memory) const {
-  // The size is kept in the page before the first element.
-  auto* base = reinterpret_cast<char*>(memory) - 4096;
-  munmap(base, *reinterpret_cast<size_t*>(base));
+void PagedKvCache::Unmap::operator()(float* memory) const {
+  munmap(memory, bytes);
 }
 
-PagedKvCache::PagedKvCache(const KvShape& shape, std::vector<float> rope_inv_freq)
-    : shape_(shape), inv_freq_(std::move(rope_inv_freq)) {
-  Require(shape.num_layers > 0 && shape.num_blocks > 0 && shape.num_kv_heads > 0 &&
-              shape.head_dim > 0 && shape.num_qo_heads > 0,
-          "kv cache: every dimension must be positive");
-  Require(shape.head_dim % 8 == 0, "kv cache: head_dim must be a multiple of 8");
-  Require(shape.num_qo_heads % shape.num_kv_heads == 0,
-          "kv cache: num_qo_heads must be a multiple of num_kv_heads");
-  Require(static_cast<int64_t>(inv_freq_.size()) * 2 == shape.head_dim,
-          "kv cache: rope_inv_freq must have head_dim / 2 entries");
+Expected<std::unique_ptr<PagedKvCache>> PagedKvCache::Create(const KvShape& shape,
+                                                             std::vector<float> rope_inv_freq) {
+  const Status fits = CheckShape(shape, rope_inv_freq.size());
+  if (!fits.ok()) return fits.error();
+  std::unique_ptr<PagedKvCache> cache(new PagedKvCache(shape, std::move(rope_inv_freq)));
   // Anonymous pages: zero, and only those in use take memory.
-  const size_t bytes = 4096 + static_cast<size_t>(StorageBytes(shape));
-  void* base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
-                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (base == MAP_FAILED) {
-    throw Error(ErrorKind::kExhausted,
-                "kv cache: cannot reserve " + std::to_string(bytes) + " bytes");
+  const size_t bytes = static_cast<size_t>(StorageBytes(shape));
+  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) {
+    return Error(ErrorKind::kExhausted,
+                 "kv cache: cannot reserve " + std::to_string(bytes) + " bytes");
   }
-  *static_cast<size_t*>(base) = bytes;
-  storage_.reset(reinterpret_cast<float*>(static_cast<char*>(base) + 4096));
+  cache->storage_ = {static_cast<float*>(memory), Unmap{bytes}};
+  return cache;
 }
 
-int64_t PagedKvCache::bytes() const { return StorageBytes(shape_); }
+int64_t PagedKvCache::bytes() const {
+  return StorageBytes(shape_);
+}
 
 float* PagedKvCache::KeyBlock(int64_t layer, int64_t block, int64_t head) const {
   const int64_t tile = kBlockSize * shape_.head_dim;
@@ -93,30 +107,38 @@ void PagedKvCache::ExtendRotations(int64_t num_positions) {
   }
 }
 
-void PagedKvCache::BeginForward(const int32_t* query_starts, const int32_t* context_lens,
-                                const int32_t* block_table, int64_t num_sequences,
-                                int64_t table_width) {
-  Require(num_sequences > 0 && query_starts[0] == 0, "kv cache: query_starts must begin with 0");
-  int64_t num_positions = 0;
+Status PagedKvCache::CheckSequences(const int32_t* query_starts, const int32_t* context_lens,
+                                    const int32_t* block_table, int64_t num_sequences,
+                                    int64_t table_width) const {
+  if (num_sequences < 1) return Invalid("expected at least one sequence");
+  if (query_starts[0] != 0) return Invalid("query_starts must begin with 0");
   for (int64_t s = 0; s < num_sequences; ++s) {
+    const std::string name = "sequence " + std::to_string(s);
     const int64_t count = int64_t{query_starts[s + 1]} - query_starts[s];
-    Require(count > 0, "kv cache: sequence " + std::to_string(s) + " has no query tokens");
-    Require(context_lens[s] >= 0, "kv cache: context_lens must not be negative");
-    const int64_t end = context_lens[s] + count;
-    const int64_t blocks = (end + kBlockSize - 1) / kBlockSize;
-    Require(blocks <= table_width, "kv cache: sequence " + std::to_string(s) + " needs " +
-                                       std::to_string(blocks) + " blocks, its table has " +
-                                       std::to_string(table_width));
+    if (count < 1) return Invalid(name + " has no query tokens");
+    if (context_lens[s] < 0) return Invalid(name + " has a negative context length");
+    const int64_t blocks = (context_lens[s] + count + kBlockSize - 1) / kBlockSize;
+    if (blocks > table_width) {
+      return Invalid(name + " needs " + std::to_string(blocks) + " blocks, its table has " +
+                     std::to_string(table_width));
+    }
     for (int64_t b = 0; b < blocks; ++b) {
       const int32_t id = block_table[s * table_width + b];
-      Require(id >= 0 && id < shape_.num_blocks, "kv cache: block id " + std::to_string(id) +
-                                                     " is outside [0, " +
-                                                     std::to_string(shape_.num_blocks) + ")");
+      if (id < 0 || id >= shape_.num_blocks) {
+        return Invalid(name + ": block id " + std::to_string(id) + " is outside [0, " +
+                       std::to_string(shape_.num_blocks) + ")");
+      }
     }
-    if (end > num_positions) num_positions = end;
   }
+  return Status();
+}
 
-  ExtendRotations(num_positions);
+Status PagedKvCache::BeginForward(const int32_t* query_starts, const int32_t* context_lens,
+                                  const int32_t* block_table, int64_t num_sequences,
+                                  int64_t table_width) {
+  const Status fits =
+      CheckSequences(query_starts, context_lens, block_table, num_sequences, table_width);
+  if (!fits.ok()) return fits;
   query_starts_.assign(query_starts, query_starts + num_sequences + 1);
   context_lens_.assign(context_lens, context_lens + num_sequences);
   block_table_.assign(block_table, block_table + num_sequences * table_width);
@@ -124,8 +146,10 @@ void PagedKvCache::BeginForward(const int32_t* query_starts, const int32_t* cont
   positions_.clear();
   sequences_.clear();
   spans_.clear();
+  int64_t num_positions = 0;
   for (int64_t s = 0; s < num_sequences; ++s) {
     const int64_t count = query_starts[s + 1] - query_starts[s];
+    num_positions = std::max(num_positions, context_lens[s] + count);
     for (int64_t i = 0; i < count; ++i) {
       positions_.push_back(static_cast<int32_t>(context_lens[s] + i));
       sequences_.push_back(static_cast<int32_t>(s));
@@ -134,11 +158,12 @@ void PagedKvCache::BeginForward(const int32_t* query_starts, const int32_t* cont
       spans_.push_back({s, query_starts[s] + i, std::min(kSpanTokens, count - i)});
     }
   }
+  ExtendRotations(num_positions);
   rotated_.resize(positions_.size() * shape_.num_qo_heads * shape_.head_dim);
+  return Status();
 }
 
-void PagedKvCache::Append(int64_t layer, const float* qkv, int64_t token_begin,
-                          int64_t token_end) {
+void PagedKvCache::Append(int64_t layer, const float* qkv, int64_t token_begin, int64_t token_end) {
   const int64_t d = shape_.head_dim;
   const int64_t row = (shape_.num_qo_heads + 2 * shape_.num_kv_heads) * d;
   for (int64_t t = token_begin; t < token_end; ++t) {
@@ -160,37 +185,45 @@ void PagedKvCache::Append(int64_t layer, const float* qkv, int64_t token_begin,
   }
 }
 
-void PagedKvCache::Attention(int64_t layer, float scale, const float* qkv, float* out) {
-  Require(layer >= 0 && layer < shape_.num_layers, "kv cache: no such layer");
-  ParallelFor(num_tokens(), 16,
-              [&](int64_t begin, int64_t end) { Append(layer, qkv, begin, end); });
-
+void PagedKvCache::AttendSpanOf(const Span& span, int64_t layer, int64_t head, float scale,
+                                float* out) const {
+  thread_local std::vector<float> scores;
+  thread_local std::vector<const float*> keys, values;
   const int64_t d = shape_.head_dim;
   const int64_t group = shape_.num_qo_heads / shape_.num_kv_heads;
-  const int64_t num_spans = static_cast<int64_t>(spans_.size());
-  // Task i is (head, span) in an order that deals long and short spans to every thread.
-  ParallelFor(num_spans * shape_.num_kv_heads, 1, [&](int64_t begin, int64_t end) {
-    thread_local std::vector<float> scores;
-    thread_local std::vector<const float*> keys, values;
+  const int64_t position = positions_[span.first_token];
+  const int64_t num_blocks = (position + span.num_tokens + kBlockSize - 1) / kBlockSize;
+  scores.resize(kScoreRows * num_blocks * kBlockSize);
+  keys.resize(num_blocks);
+  values.resize(num_blocks);
+  for (int64_t b = 0; b < num_blocks; ++b) {
+    const int64_t id = block_table_[span.sequence * table_width_ + b];
+    keys[b] = KeyBlock(layer, id, head);
+    values[b] = ValueBlock(layer, id, head);
+  }
+  const int64_t offset = (span.first_token * shape_.num_qo_heads + head * group) * d;
+  kernels().attend({rotated_.data() + offset, shape_.num_qo_heads * d, out + offset,
+                    shape_.num_qo_heads * d, span.num_tokens, position, group, d, keys.data(),
+                    values.data(), scale, scores.data()});
+}
+
+Status PagedKvCache::Attention(int64_t layer, float scale, const float* qkv, float* out) {
+  if (layer < 0 || layer >= shape_.num_layers) {
+    return Invalid("layer " + std::to_string(layer) + " is outside [0, " +
+                   std::to_string(shape_.num_layers) + ")");
+  }
+  ParallelFor(num_tokens(), kSpanTokens,
+              [&](int64_t begin, int64_t end) { Append(layer, qkv, begin, end); });
+  // Late spans see the most keys: they are dealt first, so that none is left over at the end.
+  const int64_t num_tasks = static_cast<int64_t>(spans_.size()) * shape_.num_kv_heads;
+  ParallelFor(num_tasks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t head = i / num_spans;
-      const Span& span = spans_[i % num_spans];
-      const int64_t position = positions_[span.first_token];
-      const int64_t num_blocks = (position + span.num_tokens + kBlockSize - 1) / kBlockSize;
-      scores.resize(group * num_blocks * kBlockSize);
-      keys.resize(num_blocks);
-      values.resize(num_blocks);
-      for (int64_t b = 0; b < num_blocks; ++b) {
-        const int64_t id = block_table_[span.sequence * table_width_ + b];
-        keys[b] = KeyBlock(layer, id, head);
-        values[b] = ValueBlock(layer, id, head);
-      }
-      const int64_t offset = (span.first_token * shape_.num_qo_heads + head * group) * d;
-      kernels().attend({rotated_.data() + offset, shape_.num_qo_heads * d, out + offset,
-                        shape_.num_qo_heads * d, span.num_tokens, position, group, d, keys.data(),
-                        values.data(), scale, scores.data()});
+      const int64_t task = num_tasks - 1 - i;
+      AttendSpanOf(spans_[task / shape_.num_kv_heads], layer, task % shape_.num_kv_heads, scale,
+                   out);
     }
   });
+  return Status();
 }
 
 }  // namespace lorafleet

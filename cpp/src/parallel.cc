@@ -1,15 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lorafleet/parallel.h"
 
+#include <dlfcn.h>
+
 #include <algorithm>
+#include <atomic>
 
 extern "C" {
-// TVM's thread pool (tvm/runtime/c_backend_api.h), resolved when libtvm_runtime is in the process.
+// TVM's thread pool (tvm/runtime/c_backend_api.h).
 struct TVMParallelGroupEnv {
   void* sync_handle;
   int32_t num_task;
 };
 typedef int (*FTVMParallelLambda)(int task_id, TVMParallelGroupEnv* penv, void* cdata);
+typedef int (*FTVMParallelLaunch)(FTVMParallelLambda flambda, void* cdata, int num_task);
 __attribute__((weak)) int TVMBackendParallelLaunch(FTVMParallelLambda flambda, void* cdata,
                                                    int num_task);
 }
@@ -17,21 +21,39 @@ __attribute__((weak)) int TVMBackendParallelLaunch(FTVMParallelLambda flambda, v
 namespace lorafleet {
 namespace {
 
-struct Launch {
+// TVM's launcher, or null while TVM is not in the process. The weak reference is resolved when this
+// library is loaded; TVM may come later, so it is looked for until found.
+FTVMParallelLaunch Launcher() {
+  static std::atomic<FTVMParallelLaunch> found{TVMBackendParallelLaunch};
+  FTVMParallelLaunch launch = found.load(std::memory_order_relaxed);
+  if (launch == nullptr) {
+    launch = reinterpret_cast<FTVMParallelLaunch>(dlsym(RTLD_DEFAULT, "TVMBackendParallelLaunch"));
+    found.store(launch, std::memory_order_relaxed);
+  }
+  return launch;
+}
+
+struct Work {
   int64_t count;
   int64_t grain;
   void (*body)(void*, int64_t, int64_t);
   void* context;
+  std::atomic<int64_t> next{0};
 };
 
-int RunTask(int task_id, TVMParallelGroupEnv* env, void* data) {
-  const Launch& launch = *static_cast<Launch*>(data);
-  const int64_t grains = (launch.count + launch.grain - 1) / launch.grain;
-  const int64_t begin = grains * task_id / env->num_task * launch.grain;
-  const int64_t end =
-      std::min(grains * (task_id + 1) / env->num_task * launch.grain, launch.count);
-  if (begin < end) launch.body(launch.context, begin, end);
-  return 0;
+// Ranges for each thread: enough that a thread which was held up delays the others by little.
+constexpr int64_t kRangesPerThread = 4;
+
+int RunTask(int, TVMParallelGroupEnv* env, void* data) {
+  Work& work = *static_cast<Work*>(data);
+  const int64_t grains = (work.count + work.grain - 1) / work.grain;
+  const int64_t ranges = kRangesPerThread * env->num_task;
+  const int64_t length = (grains + ranges - 1) / ranges * work.grain;
+  for (;;) {
+    const int64_t begin = work.next.fetch_add(length, std::memory_order_relaxed);
+    if (begin >= work.count) return 0;
+    work.body(work.context, begin, std::min(begin + length, work.count));
+  }
 }
 
 }  // namespace
@@ -39,12 +61,16 @@ int RunTask(int task_id, TVMParallelGroupEnv* env, void* data) {
 void ParallelRanges(int64_t count, int64_t grain, void (*body)(void*, int64_t, int64_t),
                     void* context) {
   if (count <= 0) return;
-  if (count <= grain || TVMBackendParallelLaunch == nullptr) {
+  const FTVMParallelLaunch launch = count > grain ? Launcher() : nullptr;
+  if (launch == nullptr) {
     body(context, 0, count);
     return;
   }
-  Launch launch{count, grain, body, context};
-  TVMBackendParallelLaunch(RunTask, &launch, 0);
+  Work work{count, grain, body, context};
+  launch(RunTask, &work, 0);
+  // Nothing is left, unless the pool refused the launch.
+  TVMParallelGroupEnv alone{nullptr, 1};
+  RunTask(0, &alone, &work);
 }
 
 }  // namespace lorafleet

@@ -1,6 +1,6 @@
 // The inner loops, as a table of functions for the instruction set of this machine.
 //
-// One source (src/kernels_simd.inc) is written in portable vector types and compiled once per
+// One source (src/simd) is written in portable vector types and compiled once per
 // instruction set; `kernels()` picks the best that this processor runs. All arrays are float32,
 // row-major and contiguous. Every function computes each output row by the same sequence of
 // operations however many rows it is given: results do not depend on the batch.
@@ -15,23 +15,31 @@ namespace lorafleet {
 
 // One run of consecutive query tokens of one sequence, for the attention of one KV head.
 struct AttendSpan {
-  const float* query;           // first token's first query head of the group, after rotation
-  int64_t query_stride;         // floats from one token to the next
-  float* out;                   // first token's first query head of the group
-  int64_t out_stride;           // floats from one token to the next
-  int64_t num_tokens;           // query tokens in the run
-  int64_t first_position;       // absolute position of the first one; it sees keys 0..position
-  int64_t group;                // query heads that share this KV head
-  int64_t head_dim;             // D, a multiple of 8
-  const float* const* keys;     // per block: this head's keys, (D, 16)
-  const float* const* values;   // per block: this head's values, (16, D)
-  float scale;                  // multiplies query . key
-  float* scores;                // scratch, group * (number of keys rounded up to 16) floats
+  const float* query;          // first token's first query head of the group, after rotation
+  int64_t query_stride;        // floats from one token to the next
+  float* out;                  // first token's first query head of the group
+  int64_t out_stride;          // floats from one token to the next
+  int64_t num_tokens;          // query tokens in the run
+  int64_t first_position;      // absolute position of the first one; it sees keys 0..position
+  int64_t group;               // query heads that share this KV head
+  int64_t head_dim;            // D, a multiple of 8
+  const float* const* keys;    // per block: this head's keys, (D, 16)
+  const float* const* values;  // per block: this head's values, (16, D)
+  float scale;                 // multiplies query . key
+  float* scores;               // scratch, kScoreRows * (number of keys rounded up to 16) floats
 };
+
+// Query rows that `attend` takes at once.
+inline constexpr int64_t kScoreRows = 6;
 
 // Keys are stored in blocks of this many tokens, transposed, so that one vector holds one feature
 // of eight keys and scores need no horizontal sums.
 inline constexpr int64_t kBlockSize = 16;
+
+// From kPanelTokens tokens on, `linear` copies its weights in panels of kPanelRows outputs: ranges
+// of outputs should be multiples of that.
+inline constexpr int64_t kPanelTokens = 96;
+inline constexpr int64_t kPanelRows = 48;
 
 struct Kernels {
   const char* name;
@@ -52,15 +60,20 @@ struct Kernels {
   void (*attend)(const AttendSpan& span);
 
   // h[t, r] = scale * sum_k a[r, k] x[t, k]; `h_stride` floats between tokens.
-  void (*shrink)(const float* x, const float* a, float* h, int64_t num_tokens,
-                 int64_t in_features, int64_t rank_rows, int64_t h_stride, float scale);
+  void (*shrink)(const float* x, const float* a, float* h, int64_t num_tokens, int64_t in_features,
+                 int64_t rank_rows, int64_t h_stride, float scale);
 
   // y[t, c] += sum_r h[t, r] b[r, c] for c in [c_begin, c_end); strides in floats between rows.
   void (*expand)(const float* h, const float* b, float* y, int64_t num_tokens, int64_t rank_rows,
                  int64_t h_stride, int64_t stride, int64_t c_begin, int64_t c_end);
 };
 
-// The table for this processor; decided once.
-const Kernels& kernels();
+// The tables that this processor runs, the best one first; decided once.
+const Kernels* const* supported_kernels(int* count);
+
+inline const Kernels& kernels() {
+  int count;
+  return *supported_kernels(&count)[0];
+}
 
 }  // namespace lorafleet

@@ -20,30 +20,4 @@ void RmsNorm(const float* x, const float* w, float* y, int64_t num_tokens, int64
 // y[T, F] = silu(gate_up[:, :F]) * gate_up[:, F:].
 void SiluMul(const float* gate_up, float* y, int64_t num_tokens, int64_t features);
 
-// The adapters of a batch: segment s is token rows [segment_starts[s], segment_starts[s + 1]) and
-// takes page references [page_starts[s], page_starts[s + 1]).
-struct AdapterPlan {
-  int64_t num_segments;
-  const int32_t* segment_starts;
-  const int32_t* page_starts;
-  const int32_t* page_ids;
-  const float* page_scales;
-};
-
-// The rank pages of one site. Part q covers output columns [part_ends[q - 1], part_ends[q]).
-struct SitePages {
-  const float* a;       // (num_pages, Q, P, K)
-  const float* b;       // (num_pages, P, N)
-  const int32_t* used;  // (num_pages, Q): live rank rows of a page, 0..P
-  const int64_t* part_ends;
-  int64_t num_parts;     // Q
-  int64_t page_rows;     // P
-  int64_t in_features;   // K
-  int64_t out_features;  // N
-};
-
-// y += sum over pages of scale * B (A x), in place, for the rows of segments that have pages.
-// Only rank rows in use are read; the full-width delta is never materialised.
-void LoraAdd(float* y, const float* x, const SitePages& site, const AdapterPlan& plan);
-
 }  // namespace lorafleet

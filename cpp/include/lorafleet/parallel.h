@@ -8,8 +8,10 @@
 namespace lorafleet {
 
 // Calls `body(context, begin, end)` on disjoint ranges that cover [0, count), in parallel; ranges
-// begin at multiples of `grain`. Runs in the calling thread when TVM's runtime is not loaded or the
-// work is a single grain. `body` must not throw.
+// begin at multiples of `grain`. A thread that is done takes the next range, so which thread gets
+// what, and how long ranges are, may differ from call to call: `body` must not care. Runs in the
+// calling thread when TVM's runtime is not in the process or the work is a single grain. `body`
+// must not throw.
 void ParallelRanges(int64_t count, int64_t grain,
                     void (*body)(void* context, int64_t begin, int64_t end), void* context);
 
