@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 
 from lorafleet.adapters import LoraAdapter
-from lorafleet.core.errors import NotFound
+from lorafleet.core.errors import InvalidInput, NotFound
 from lorafleet.engine.request import Mix
 
 AdapterUse = None | str | Sequence[tuple[str, float]]
@@ -38,9 +39,10 @@ class AdapterBook:
                 self._names[name] = adapter.version
 
     def forget(self, version: str) -> None:
-        """No longer know an uploaded version."""
+        """No longer know an uploaded version, nor any name for it."""
         with self._lock:
             self._uploaded.pop(version, None)
+            self._names = {name: v for name, v in self._names.items() if v != version}
 
     def resolve(self, use: AdapterUse) -> Mix:
         """Turn names into versions.
@@ -49,10 +51,17 @@ class AdapterBook:
         ------
         NotFound
             A name is not known, and no source could know it.
+        InvalidInput
+            A scale is not finite.
         """
         if use is None:
             return ()
         uses = [(use, 1.0)] if isinstance(use, str) else use
+        for name, scale in uses:
+            if not math.isfinite(scale):
+                raise InvalidInput(
+                    f"adapter {name!r}: expected a finite scale, got {scale}", field="scale"
+                )
         with self._lock:
             return tuple((self._version(name), float(scale)) for name, scale in uses)
 

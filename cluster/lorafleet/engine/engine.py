@@ -22,7 +22,7 @@ from types import EllipsisType
 import numpy as np
 
 from lorafleet.adapters import load_adapter
-from lorafleet.core.errors import Exhausted, InvalidInput, Unsupported
+from lorafleet.core.errors import Conflict, Exhausted, InvalidInput, Unsupported
 from lorafleet.core.model import BaseModel
 from lorafleet.engine.blocks import BlockTable
 from lorafleet.engine.book import AdapterBook, AdapterUse, Source
@@ -84,7 +84,11 @@ class Engine:
         ------
         InvalidInput
             The model directory is broken.
+        Conflict
+            It was started before; a stopped engine is not started again.
         """
+        if self._loop is not None:
+            raise Conflict("the engine was started before; make another one")
         options = self.options
         threads = options.num_threads or len(os.sched_getaffinity(0))
         os.environ.setdefault("TVM_NUM_THREADS", str(threads))
@@ -106,6 +110,7 @@ class Engine:
             runner,
             self.codec,
             eos_ids=frozenset(self.base.extra.get("eos_token_ids", ())),
+            max_waiting=options.max_waiting,
             on_change=self._publish,
         )
         self._loop.start()
@@ -158,7 +163,7 @@ class Engine:
                 f"{self.options.num_adapter_pages}: raise num_adapter_pages"
             )
         self._book.add(adapter, name)
-        loop.call(lambda: residency.ensure(adapter.version, time.monotonic())).result()
+        loop.call(partial(residency.ensure, adapter.version)).result()
         return adapter.version
 
     def set_lora(self, use: AdapterUse) -> None:
@@ -184,7 +189,7 @@ class Engine:
         return self._book.find(version).delta(site)
 
     def ensure_resident(self, use: AdapterUse, timeout_s: float = 60.0) -> None:
-        """Wait until all versions are in rank pages.
+        """Wait until all versions are in rank pages; a load that fails raises its error.
 
         Raises
         ------
@@ -194,18 +199,24 @@ class Engine:
         loop, residency = self._loaded()
         mix = self._resolve(use)
         deadline_s = time.monotonic() + timeout_s
-        while not all(residency.is_resident(version) for version, _ in mix):
-            if time.monotonic() > deadline_s:
-                raise Exhausted(f"adapters were not loaded within {timeout_s:g} s")
-            for version, _ in mix:
-                loop.call(partial(residency.ensure, version, time.monotonic())).result()
-            time.sleep(0.005)
+        try:
+            while not all(residency.is_resident(version) for version, _ in mix):
+                loads = [loop.call(partial(residency.wait, version)).result() for version, _ in mix]
+                for load in loads:
+                    load.result(max(0.0, deadline_s - time.monotonic()))
+                if time.monotonic() > deadline_s:
+                    raise TimeoutError
+        except TimeoutError:
+            raise Exhausted(f"adapters were not loaded within {timeout_s:g} s") from None
 
     def unload(self, version: str) -> bool:
-        """Drop a version from rank pages now; False when it is in use or not there."""
+        """Drop a version and its names; true if it held rank pages or a load and they are free now.
+
+        A version in use goes when the last request that uses it has ended; no other gets it before.
+        """
         loop, residency = self._loaded()
         self._book.forget(version)
-        return bool(loop.call(lambda: residency.pool.evict(version)).result())
+        return loop.call(partial(residency.unload, version)).result()
 
     # Generation.
 
@@ -231,9 +242,8 @@ class Engine:
         loop = asyncio.get_running_loop()
 
         def emit(event: Event) -> None:
-            # The client's loop may be gone; then nobody listens.
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(events.put_nowait, event)
+            # Raises when the client's loop is gone, which ends the request.
+            loop.call_soon_threadsafe(events.put_nowait, event)
 
         request = self._submit(prompt, sampling, adapter, emit)
         try:
@@ -335,10 +345,6 @@ class Engine:
         emit: Callable[[Event], None],
     ) -> Request:
         loop, _ = self._running()
-        if self._snapshots.newest.waiting >= self.options.max_waiting:
-            raise Exhausted(
-                f"{self._snapshots.newest.waiting} requests are waiting; try again later"
-            )
         if isinstance(prompt, str):
             prompt = Prompt(text=prompt)
         use = self._default if isinstance(adapter, EllipsisType) else adapter
@@ -373,13 +379,13 @@ class Engine:
     def _publish(self) -> None:
         """Take a snapshot and tell subscribers if it is news. Step thread."""
         assert self._scheduler is not None
-        pool = self._residency.pool if self._residency is not None else None
+        residency = self._residency
         self._snapshots.publish(
             ResidencySnapshot(
-                resident=tuple(pool.residents()) if pool else (),
-                loading=self._residency.loading() if self._residency is not None else (),
-                free_pages=pool.free_pages() if pool else 0,
-                num_pages=pool.num_pages if pool else 0,
+                resident=residency.resident() if residency is not None else (),
+                loading=residency.loading() if residency is not None else (),
+                free_pages=residency.pool.free_pages() if residency is not None else 0,
+                num_pages=residency.pool.num_pages if residency is not None else 0,
                 running=len(self._scheduler.running),
                 waiting=len(self._scheduler.waiting),
             )

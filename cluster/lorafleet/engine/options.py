@@ -22,11 +22,11 @@ class EngineOptions:
     max_step_tokens : int
         Tokens of a step; long prompts are prefilled in chunks of this size.
     max_waiting : int
-        Requests that may wait; more are refused.
+        Requests that may be submitted and not yet admitted; more are refused.
     age_limit_s : float
-        How long an adapter waits for pages before others stop being admitted.
+        How long a request waits for rank pages before those of others are drained for it.
     max_loads : int
-        Adapters read at the same time.
+        Adapters read at the same time, and as many written to pages.
     num_threads : int, optional
         Threads of the kernels; all cores if None. Takes effect only before TVM starts its pool.
     """
@@ -41,11 +41,23 @@ class EngineOptions:
     num_threads: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("kv_tokens", "num_adapter_pages", "max_batch", "max_step_tokens", "max_loads"):
+        counts = (
+            "kv_tokens",
+            "num_adapter_pages",
+            "max_batch",
+            "max_step_tokens",
+            "max_waiting",
+            "max_loads",
+        )
+        for name in (*counts, *(["num_threads"] if self.num_threads is not None else [])):
             if getattr(self, name) < 1:
                 raise InvalidInput(
                     f"{name}: expected at least 1, got {getattr(self, name)}", field=name
                 )
+        if not self.age_limit_s >= 0:
+            raise InvalidInput(
+                f"age_limit_s: expected at least 0, got {self.age_limit_s}", field="age_limit_s"
+            )
         if self.max_step_tokens < self.max_batch:
             raise InvalidInput(
                 f"max_step_tokens ({self.max_step_tokens}) must not be below max_batch "

@@ -44,7 +44,8 @@ class SamplingParams:
             ("temperature", 0.0 <= self.temperature <= 2.0, "in [0, 2]"),
             ("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]"),
             ("top_k", self.top_k >= 0, "at least 0"),
-            ("stop", all(self.stop), "non-empty strings"),
+            ("seed", self.seed is None or 0 <= self.seed < 2**64, "in [0, 2**64)"),
+            ("stop", not isinstance(self.stop, str) and all(self.stop), "non-empty strings"),
         )
         for name, holds, expected in checks:
             if not holds:
@@ -98,11 +99,24 @@ Event = Started | Delta | Finished | Failed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """Exactly one of the three: text, token ids, or messages for the chat template."""
+    """Exactly one of the three: text, token ids, or messages for the chat template.
+
+    Raises
+    ------
+    InvalidInput
+        None of them is given, or several are.
+    """
 
     text: str | None = None
     token_ids: Sequence[int] | None = None
     messages: Sequence[Mapping[str, str]] | None = None
+
+    def __post_init__(self) -> None:
+        given = sum(part is not None for part in (self.text, self.token_ids, self.messages))
+        if given != 1:
+            raise InvalidInput(
+                f"prompt: expected one of text, token_ids and messages, got {given}", field="prompt"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +133,7 @@ class Request:
     """One sequence.
 
     `tokens` are prompt and answer; the first `num_cached` have their keys and values in `blocks`.
-    Only `cancelled` may be set by other threads.
+    Only `cancelled` may be set by other threads. Events go through `send`, never through `emit`.
     """
 
     prompt_length: int
@@ -135,6 +149,14 @@ class Request:
     page_refs: tuple[tuple[int, float], ...] = ()
     admitted_s: float = math.nan
     first_token_s: float = math.nan
+
+    def send(self, event: Event) -> None:
+        """Give an event to the client; a client that cannot take it has gone away."""
+        try:
+            self.emit(event)
+        except Exception:
+            # The client's side of the stream must never be able to stop the step thread.
+            self.cancelled.set()
 
     @property
     def num_generated(self) -> int:

@@ -42,8 +42,7 @@ def _take(request: Request, scheduler: Scheduler) -> None:
     if not scheduler.blocks.can_allocate(needed):
         raise Exhausted("the batch does not fit into the engine's free KV blocks")
     if scheduler.residency is not None:
-        references = scheduler.residency.pin(request.mix)
-        if references is None:
+        if not scheduler.residency.can_pin(request.mix):
             raise Exhausted("an adapter of the batch is not resident")
-        request.page_refs = references
+        request.page_refs = scheduler.residency.pin(request.mix)
     request.blocks = scheduler.blocks.allocate(needed)

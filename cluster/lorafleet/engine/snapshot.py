@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+
+from lorafleet.core.log import get_logger
+
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +45,11 @@ class Snapshots:
         with self._lock:
             subscribers = list(self._subscribers)
         for subscriber in subscribers:
-            subscriber(self.newest)
+            try:
+                subscriber(self.newest)
+            except Exception:
+                # A watcher's trouble, such as a closed event loop, is not the engine's.
+                _log.exception("residency_subscriber_failed")
 
     def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
         """Call back, on the publishing thread, at every change; the result ends it."""
@@ -48,7 +57,7 @@ class Snapshots:
             self._subscribers.append(subscriber)
 
         def unsubscribe() -> None:
-            with self._lock:
+            with self._lock, contextlib.suppress(ValueError):  # ended twice
                 self._subscribers.remove(subscriber)
 
         return unsubscribe

@@ -25,7 +25,9 @@ class TextCodec:
             json.loads(config_file.read_text()) if config_file.is_file() else {}
         )
         jinja = model_dir / "chat_template.jinja"
-        self._template = jinja.read_text() if jinja.is_file() else self._config.get("chat_template")
+        self._template = _template(
+            jinja.read_text() if jinja.is_file() else self._config.get("chat_template")
+        )
 
     def encode(self, text: str) -> list[int]:
         """Token ids; special tokens in the text are recognised, none is added."""
@@ -45,26 +47,21 @@ class TextCodec:
         InvalidInput
             The template refuses the messages.
         """
-        import jinja2
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        if not self._template:
+        if self._template is None:
             raise Unsupported("this base model has no chat template; use plain generation")
-
-        def raise_exception(message: str) -> None:
-            raise jinja2.TemplateError(message)
-
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = raise_exception
-        environment.globals["strftime_now"] = datetime.datetime.now().strftime
+        if not messages:
+            raise InvalidInput("messages: expected at least one", field="messages")
         try:
-            return environment.from_string(self._template).render(
-                messages=list(messages),
-                add_generation_prompt=True,
-                bos_token=self._token("bos_token"),
-                eos_token=self._token("eos_token"),
+            return str(
+                self._template.render(
+                    messages=[dict(message) for message in messages],
+                    add_generation_prompt=True,
+                    bos_token=self._token("bos_token"),
+                    eos_token=self._token("eos_token"),
+                )
             )
-        except jinja2.TemplateError as error:
+        except Exception as error:
+            # Whatever a template trips over, it tripped over these messages.
             raise InvalidInput(
                 f"messages: the chat template refused them: {error}", field="messages"
             ) from None
@@ -72,6 +69,36 @@ class TextCodec:
     def _token(self, name: str) -> str:
         token = self._config.get(name) or ""
         return str(token["content"]) if isinstance(token, dict) else str(token)
+
+
+def _template(source: str | list[dict[str, str]] | None) -> Any:
+    """Compile a template as transformers does, in a sandbox; of several, the one for plain chat."""
+    import jinja2
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    if isinstance(source, list):
+        source = next((t["template"] for t in source if t.get("name") == "default"), None)
+    if not source:
+        return None
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: object, indent: int | None = None) -> str:
+        return json.dumps(value, ensure_ascii=False, indent=indent)
+
+    def strftime_now(form: str) -> str:
+        return datetime.datetime.now().strftime(form)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise InvalidInput(f"the model's chat template is broken: {error}") from None
 
 
 class Detokenizer:
@@ -106,7 +133,8 @@ class Detokenizer:
             return ""
         before = self._codec.decode(self._ids[self._prefix : self._read])
         tail = self._codec.decode(self._ids[self._prefix :])[len(before) :]
-        text, self._held = self._held + tail, ""
+        text = self._release(tail)  # the tail may hold a stop string too
+        text, self._held = text + self._held, ""
         return text
 
     def _release(self, text: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lorafleet.core.model import KvLayout
-from lorafleet.native.library import functions
+from lorafleet.native.library import as_tensor, functions
 
 BLOCK_SIZE = 16
 """Tokens of a block; fixed by the layout of the keys."""
@@ -47,7 +47,7 @@ class PagedKVCache:
             layout.num_qo_heads,
             layout.num_kv_heads,
             layout.head_dim,
-            _tensor(np.asarray(layout.rope_inv_freq, dtype=np.float32)),
+            as_tensor(np.asarray(layout.rope_inv_freq, dtype=np.float32)),
         )
 
     @property
@@ -75,11 +75,5 @@ class PagedKVCache:
             The arrays do not fit each other or name a block that does not exist.
         """
         self._functions.kv_cache_begin_forward(
-            self.handle, _tensor(query_starts), _tensor(context_lens), _tensor(block_table)
+            self.handle, as_tensor(query_starts), as_tensor(context_lens), as_tensor(block_table)
         )
-
-
-def _tensor(array: np.ndarray) -> Any:
-    import tvm_ffi
-
-    return tvm_ffi.from_dlpack(np.ascontiguousarray(array))

@@ -1,4 +1,4 @@
-"""Finding and loading `liblorafleet.so`, and mapping its errors to ours.
+"""Finding and loading `liblorafleet.so`, passing arrays to it, and mapping its errors to ours.
 
 The library registers global TVM-FFI functions named `lorafleet.*` as it is loaded. It works without
 TVM; when TVM's runtime is in the process, kernels run on TVM's thread pool.
@@ -6,15 +6,29 @@ TVM; when TVM's runtime is in the process, kernels run on TVM's thread pool.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from lorafleet.core import errors
 
 _LIBRARY = "liblorafleet.so"
+
+ERROR_KINDS = (
+    "InvalidInput",
+    "InvalidAdapter",
+    "NotFound",
+    "Conflict",
+    "Exhausted",
+    "Internal",
+)
+"""The classes of `core.errors` that the library raises; `status.h` lists the same."""
 
 
 def _find() -> Path:
@@ -41,10 +55,9 @@ def load() -> None:
     """
     import tvm_ffi  # its own library must be in the process first
 
-    for name in ("InvalidInput", "InvalidAdapter", "NotFound", "Conflict", "Exhausted", "Internal"):
+    for name in ERROR_KINDS:
         tvm_ffi.register_error(f"lorafleet.{name}", getattr(errors, name))
-    # Global, so that the weak reference to TVM's thread pool is resolved when TVM is there.
-    ctypes.CDLL(str(_find()), mode=ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(_find()))
 
 
 @functools.cache
@@ -67,3 +80,30 @@ def functions() -> Any:
 def kernels_name() -> str:
     """The instruction set that the kernels use on this machine: `avx2` or `portable`."""
     return str(functions().kernels_name())
+
+
+def as_tensor(array: np.ndarray) -> Any:
+    """The array as a TVM tensor: the same memory, unless it is read-only or has gaps (a copy)."""
+    import tvm_ffi
+
+    return tvm_ffi.from_dlpack(np.require(array, requirements=("C", "A", "W")))
+
+
+def as_shape(dims: Sequence[int]) -> Any:
+    """The numbers as a TVM shape."""
+    import tvm_ffi
+
+    return tvm_ffi.Shape(tuple(dims))
+
+
+@contextlib.contextmanager
+def facts_of_errors(**known: object) -> Iterator[None]:
+    """Give errors of the library that pass through their facts, and the ones `known` here."""
+    try:
+        yield
+    except errors.LorafleetError as error:
+        context = error.__dict__.get("__tvm_ffi_error__")
+        found = {} if context is None else context.extra_context
+        error.facts |= {key: str(value) for key, value in known.items()}
+        error.facts |= {str(key): str(value) for key, value in (found or {}).items()}
+        raise

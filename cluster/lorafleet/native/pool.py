@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from lorafleet.core.model import Site
-from lorafleet.native.kv_cache import _tensor
-from lorafleet.native.library import functions
+from lorafleet.native.library import as_shape, as_tensor, functions
 
 
 class AdapterPool:
@@ -34,7 +33,7 @@ class AdapterPool:
         self.page_rows = page_rows
         shapes = [(site.in_features, *(part.out_end for part in site.parts)) for site in sites]
         self._handle: Any = self._functions.pool_create(
-            [_shape(shape) for shape in shapes], num_pages, page_rows
+            [as_shape(shape) for shape in shapes], num_pages, page_rows
         )
         self.bytes_per_page = (
             4
@@ -62,7 +61,7 @@ class AdapterPool:
 
     def write(self, version: str, site: int, part: int, a: np.ndarray, b_t: np.ndarray) -> None:
         """Copy the rank rows of one part: a is (r, in) and b_t is (r, part width), float32."""
-        self._functions.pool_write(self._handle, version, site, part, _tensor(a), _tensor(b_t))
+        self._functions.pool_write(self._handle, version, site, part, as_tensor(a), as_tensor(b_t))
 
     def commit(self, version: str) -> None:
         """Make a loading version resident."""
@@ -100,9 +99,3 @@ class AdapterPool:
     def check(self) -> None:
         """Prove that every page has exactly one owner; Internal if not."""
         self._functions.pool_check(self._handle)
-
-
-def _shape(dims: Sequence[int]) -> Any:
-    import tvm_ffi
-
-    return tvm_ffi.Shape(tuple(dims))

@@ -65,16 +65,18 @@ async def open_house(redis_url: str, directory: Path) -> tuple[House, str]:
 @pytest.fixture(scope="session")
 def session(redis_url, tmp_path_factory):
     loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     opening = open_house(redis_url, tmp_path_factory.mktemp("model"))
     house, admin = asyncio.run_coroutine_threadsafe(opening, loop).result(60)
     served = Served(house=house, loop=loop, gateway=house.address, admin=admin)
-    yield served
-    served.run(house.close())
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
+    try:
+        yield served
+        served.run(house.close())
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
 
 
 @pytest.fixture
