@@ -139,7 +139,8 @@ def delete(name: NameArgument, admin: AdminOption = None, json: JsonOption = Fal
 def inspect(
     directory: Annotated[Path, typer.Argument(help="PEFT directory.")],
     model: Annotated[
-        Path | None, typer.Option(help="Compiled base model; the default one if not given.")
+        Path | None,
+        typer.Option(exists=True, help="Compiled base model; the default one if not given."),
     ] = None,
     json: JsonOption = False,
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from lorafleet import __version__
-from lorafleet.cli import adapter, bench, demo, fleet, generate, model
+from lorafleet.cli import adapter, bench, demo, doctor, fleet, generate, model
 from lorafleet.cli.output import run_command
 
 app = typer.Typer(
@@ -35,7 +35,7 @@ def _root(
     pass
 
 
-for command in (model.compile_, fleet.up, fleet.down, fleet.status, fleet.doctor):
+for command in (model.compile_, fleet.up, fleet.down, fleet.status, doctor.doctor):
     app.command(command.__name__.rstrip("_"))(command)
 app.add_typer(adapter.app, name="adapter")
 app.command("generate")(generate.generate)

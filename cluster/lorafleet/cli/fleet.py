@@ -1,58 +1,69 @@
-"""`lorafleet up | down | status | doctor`: a fleet on this machine."""
+"""`lorafleet up | down | status`: a fleet on this machine."""
 
 from __future__ import annotations
 
+import json as jsonlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lorafleet.cli.model import compile_progress
 from lorafleet.cli.output import GatewayOption, JsonOption, err, out, print_json
+from lorafleet.cli.signals import StopSignals
 from lorafleet.core import home
-from lorafleet.core.errors import Internal, LorafleetError
+from lorafleet.core.errors import Conflict, Internal, InvalidInput, LorafleetError
+
+if TYPE_CHECKING:
+    from lorafleet.fleet import FleetOptions, FleetState
 
 _DETACH_TIMEOUT_S = 600.0
 _DOWN_TIMEOUT_S = 90.0
+_LOOK_S = 0.5
+_POLL_S = 0.1
 
 
 def up(
     model: Annotated[
         Path | None,
-        typer.Option(help="Compiled model, GGUF file or HuggingFace directory; else the default."),
+        typer.Option(
+            exists=True,
+            help="Compiled model, GGUF file or HuggingFace directory; else the default.",
+        ),
     ] = None,
     replicas: Annotated[
         int, typer.Option(min=1, help="Replicas; the cores are divided among them.")
     ] = 2,
-    port: Annotated[int, typer.Option(help="Inference port; 0 picks a free one.")] = 8470,
-    admin_port: Annotated[int, typer.Option(help="Registry port; 0 picks a free one.")] = 8471,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Inference port; 0 picks a free one.")
+    ] = 8470,
+    admin_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Registry port; 0 picks a free one.")
+    ] = 8471,
     adapter_pages: Annotated[
-        int, typer.Option(help="Rank pages of each replica (8 rank rows each).")
+        int, typer.Option(min=1, help="Rank pages of each replica (8 rank rows each).")
     ] = 256,
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="Return when it is ready.")
     ] = False,
+    json: JsonOption = False,
 ) -> None:
     """Start Redis, the registry, the replicas and the gateway; Ctrl-C stops them.
 
-    Example: `lorafleet up --detach --replicas 2`
+    Examples: `lorafleet up` runs until Ctrl-C, `lorafleet up --detach` until `lorafleet down`;
+    `lorafleet up --model ./llama --replicas 4 --port 9000` serves a model of your own.
     """
     from lorafleet.compiler import ensure_compiled
-    from lorafleet.fleet import FleetOptions, FleetState, Supervisor
+    from lorafleet.fleet import FleetOptions
 
     with compile_progress("compile") as progress:
         directory = ensure_compiled(model, progress=progress)
-    if detach:
-        _detach(directory, replicas, port, admin_port, adapter_pages)
-        state = FleetState.read()
-        assert state is not None
-        _print_addresses(state.gateway, state.admin, state.logs_dir)
-        return
     options = FleetOptions(
         model_dir=directory,
         replicas=replicas,
@@ -60,41 +71,31 @@ def up(
         admin=f"127.0.0.1:{admin_port}",
         engine={"num_adapter_pages": adapter_pages},
     )
-
-    def report(line: str) -> None:
-        stop_on_sigterm()
-        err.print(f"[dim]·[/dim] {line}")
-
-    supervisor = Supervisor(options, report=report)
-    try:
-        state = supervisor.start()
-        _print_addresses(state.gateway, state.admin, state.logs_dir)
-        while True:
-            time.sleep(0.5)
-            supervisor.watch()
-    except KeyboardInterrupt:
-        err.print("[dim]·[/dim] stopping")
-    finally:
-        ignore_signals()
-        supervisor.stop()
+    if detach:
+        _print_state(_detach(options), json)
+    else:
+        _run(options, json)
 
 
 def down(json: JsonOption = False) -> None:
-    """Stop the fleet that runs on this machine."""
-    from lorafleet.fleet import FleetState
+    """Stop the fleet that runs on this machine; running requests get a few seconds to finish."""
+    from lorafleet.fleet.processes import end_marked
+    from lorafleet.fleet.state import FleetLock, FleetState
 
-    state = FleetState.read()
-    if state is not None:
-        os.kill(state.pid, signal.SIGTERM)
-        deadline_s = time.monotonic() + _DOWN_TIMEOUT_S
-        while FleetState.read() is not None or _exists(state.pid):
-            if time.monotonic() > deadline_s:
-                raise Internal(f"process {state.pid} does not stop; see {state.logs_dir}")
-            time.sleep(0.1)
-    if json:
-        print_json({"stopped": state is not None})
+    holder, left = FleetLock.holder(), 0
+    if holder is not None:
+        with err.status("stopping the fleet"):
+            _stop(holder.pid)
     else:
-        out.print("stopped" if state is not None else "no fleet is running")
+        killed = FleetLock.left_by()
+        left = end_marked(killed.mark) if killed is not None else 0
+        FleetState.remove()
+    if json:
+        print_json({"stopped": holder is not None, "left_processes_ended": left})
+    elif left:
+        out.print(f"no fleet is running; ended {left} processes that a killed one had left")
+    else:
+        out.print("stopped" if holder is not None else "no fleet is running")
 
 
 def status(gateway: GatewayOption = None, json: JsonOption = False) -> None:
@@ -125,104 +126,101 @@ def status(gateway: GatewayOption = None, json: JsonOption = False) -> None:
     out.print(table)
 
 
-def doctor() -> None:
-    """Check that this machine has what lorafleet needs."""
-    failures = 0
-    for name, check in _CHECKS:
+def _run(options: FleetOptions, json: bool) -> None:
+    """Run a fleet in this process until a signal."""
+    from lorafleet.core.log import configure
+    from lorafleet.fleet import STOPPING, Supervisor
+
+    configure("supervisor", file=home.logs_dir() / "supervisor.log")
+    with StopSignals() as signals:
+
+        def report(line: str) -> None:
+            signals.claim()
+            if line == STOPPING:
+                signals.hold()
+            err.print(f"[dim]·[/dim] {line}")
+
+        supervisor = Supervisor(options, report=report)
         try:
-            out.print(f"[green]ok[/green]    {name}: {check()}")
-        except Exception as error:
-            failures += 1
-            message = error.message if isinstance(error, LorafleetError) else str(error)
-            out.print(f"[red]no[/red]    {name}: ", end="")
-            out.print(message, markup=False)
-    if failures:
-        raise typer.Exit(1)
+            _print_state(supervisor.start(), json)
+        except (KeyboardInterrupt, SystemExit):
+            raise KeyboardInterrupt from None  # not served, so not a success
+        try:
+            while True:
+                time.sleep(_LOOK_S)
+                supervisor.watch()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            supervisor.stop()
 
 
-def _python() -> str:
-    return sys.version.split()[0]
-
-
-def _tvm() -> str:
-    from importlib.metadata import version
-
-    return f"apache-tvm {version('apache-tvm')}"
-
-
-def _native() -> str:
-    from lorafleet.native import kernels_name
-
-    return f"{kernels_name()} kernels"
-
-
-def _redis() -> str:
-    from lorafleet.registry.embedded import find_server, server_version
-
-    server = find_server()
-    return f"{server} {'.'.join(map(str, server_version(server)))}"
-
-
-def _default_model() -> str:
-    from lorafleet.compiler import default_source
-
-    return str(default_source())
-
-
-def _memory() -> str:
-    import psutil
-
-    available = psutil.virtual_memory().available / 2**30
-    if available < 3:
-        raise Internal(f"{available:.1f} GiB are free; two replicas of the default model need 3")
-    return f"{available:.1f} GiB free"
-
-
-_CHECKS = (
-    ("python", _python),
-    ("tvm", _tvm),
-    ("native library", _native),
-    ("redis-server", _redis),
-    ("default model", _default_model),
-    ("memory", _memory),
-)
-
-
-def _detach(directory: Path, replicas: int, port: int, admin_port: int, pages: int) -> None:
+def _detach(options: FleetOptions) -> FleetState:
     """Start `lorafleet up` in a session of its own and wait until it is ready."""
     from lorafleet.fleet import FleetState
 
-    home.logs_dir().mkdir(parents=True, exist_ok=True)
-    log = home.logs_dir() / "up.log"
+    logs = home.logs_dir()
+    logs.mkdir(parents=True, exist_ok=True)
+    result, log = logs / "up.json", logs / "up.log"
     command = [
-        *(sys.executable, "-m", "lorafleet.cli", "up", "--model", str(directory)),
-        *("--replicas", str(replicas), "--port", str(port), "--admin-port", str(admin_port)),
-        *("--adapter-pages", str(pages)),
+        *(sys.executable, "-m", "lorafleet.cli", "up", "--json"),
+        *("--model", str(options.model_dir), "--replicas", str(options.replicas)),
+        *("--port", options.gateway.rpartition(":")[2]),
+        *("--admin-port", options.admin.rpartition(":")[2]),
+        *("--adapter-pages", str(options.engine["num_adapter_pages"])),
     ]
-    running = FleetState.read()
-    with log.open("wb") as file:
+    with result.open("wb") as stdout, log.open("wb") as stderr:
         child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+            command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, start_new_session=True
         )
     deadline_s = time.monotonic() + _DETACH_TIMEOUT_S
-    with err.status("starting the fleet"):
-        while time.monotonic() < deadline_s:
-            if child.poll() is not None:
-                words = log.read_text(errors="replace").strip().splitlines()
-                message = words[-1].removeprefix("error: ") if words else f"see {log}"
-                raise Internal(message)
-            state = FleetState.read()
-            if state is not None and running is None and state.pid == child.pid:
-                return
-            time.sleep(0.1)
+    try:
+        with err.status("starting the fleet") as shown:
+            while time.monotonic() < deadline_s:
+                if child.poll() is not None:
+                    raise _failure(result, log)
+                state = FleetState.read()
+                if state is not None and state.pid == child.pid:
+                    return state
+                shown.update(_last_line(log) or "starting the fleet")
+                time.sleep(_POLL_S)
+    except BaseException:
+        child.terminate()  # it stops what it has started
+        child.wait()
+        raise
     child.terminate()
     raise Internal(f"the fleet did not become ready in time; see {log}")
 
 
-def _print_addresses(gateway: str, admin: str, logs: str) -> None:
-    out.print(f"gateway   {gateway}")
-    out.print(f"registry  {admin}")
-    out.print(f"logs      {logs}")
+def _failure(result: Path, log: Path) -> LorafleetError:
+    """What a detached `up` died of: the error that it printed, or its last words."""
+    try:
+        error = jsonlib.loads(result.read_text())["error"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return Internal(f"the fleet did not start: {_last_line(log) or 'it said nothing'}")
+    kinds: list[type[LorafleetError]] = [Conflict, InvalidInput]
+    kind = next((kind for kind in kinds if kind.code == error["code"]), Internal)
+    return kind(error["message"], **error["facts"])
+
+
+def _stop(pid: int) -> None:
+    """Ask a supervisor to stop its fleet, and wait until it has."""
+    from lorafleet.fleet.state import FleetLock
+
+    try:
+        os.kill(pid, signal.SIGTERM)
+    except PermissionError as error:
+        raise Conflict(f"the fleet (process {pid}) is another user's") from error
+    except ProcessLookupError:
+        return
+    deadline_s = time.monotonic() + _DOWN_TIMEOUT_S
+    while _exists(pid):
+        holder = FleetLock.holder()
+        if holder is not None and holder.pid != pid:
+            return
+        if time.monotonic() > deadline_s:
+            raise Internal(f"process {pid} does not stop; see {home.logs_dir()}")
+        time.sleep(_POLL_S)
 
 
 def _exists(pid: int) -> bool:
@@ -234,20 +232,16 @@ def _exists(pid: int) -> bool:
         return False
 
 
-def stop_on_sigterm() -> None:
-    """Make SIGTERM end the command as Ctrl-C does, so that it stops its parts.
+def _last_line(log: Path) -> str:
+    from lorafleet.fleet.processes import tail
 
-    To be called at every stage of a start: Ray takes the signal for itself as it starts.
-    """
-
-    def interrupt(number: int, frame: object) -> None:
-        del number, frame
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, interrupt)
+    return tail(log, lines=1).removeprefix("· ")
 
 
-def ignore_signals() -> None:
-    """From here on nothing interrupts the stopping of parts."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def _print_state(state: FleetState, json: bool) -> None:
+    if json:
+        print_json(asdict(state))
+        return
+    out.print(f"gateway   {state.gateway}")
+    out.print(f"registry  {state.admin}")
+    out.print(f"logs      {state.logs_dir}")

@@ -30,8 +30,9 @@ def compile_(
     source: Annotated[
         Path | None,
         typer.Argument(
+            exists=True,
             help="A .gguf file or a HuggingFace directory (config.json, safetensors, "
-            "tokenizer.json); the default base model, SmolLM2-135M-Instruct, if not given."
+            "tokenizer.json); the default base model, SmolLM2-135M-Instruct, if not given.",
         ),
     ] = None,
     output: Annotated[

@@ -9,15 +9,23 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
 
-from lorafleet.core.errors import LorafleetError
+from lorafleet.core.errors import Internal, LorafleetError
 
-out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+_PIPE_WIDTH = 200
+"""Columns of a table when nobody's terminal says how many there are."""
+
+
+def _width(stream: TextIO) -> int | None:
+    return None if stream.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH
+
+
+out = Console(highlight=False, soft_wrap=True, width=_width(sys.stdout))
+err = Console(stderr=True, highlight=False, soft_wrap=True, width=_width(sys.stderr))
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 GatewayOption = Annotated[
@@ -46,19 +54,32 @@ def print_json(value: Any) -> None:
 
 
 def run_command(app: Callable[[], None]) -> None:
-    """Run the command line; turn our errors into a line and an exit code."""
+    """Run the command line; turn errors into a line and an exit code."""
     try:
         app()
-    except LorafleetError as error:
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        # Whoever read our output, like `head`, has seen enough. Nothing is left to be flushed.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except Exception as error:
         if os.environ.get("LORAFLEET_DEBUG"):
             raise
+        known = error if isinstance(error, LorafleetError) else _unexpected(error)
         if "--json" in sys.argv:
             print_json(
-                {"error": {"code": error.code, "message": error.message, "facts": error.facts}}
+                {"error": {"code": known.code, "message": known.message, "facts": known.facts}}
             )
         else:
             err.print("[red]error:[/red]", end=" ")
-            err.print(error.message, markup=False)
+            err.print(known.message, markup=False)
         sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
+
+
+def _unexpected(error: Exception) -> LorafleetError:
+    """A bug of ours, or a machine that fails us."""
+    return Internal(
+        f"{type(error).__name__}: {error} (LORAFLEET_DEBUG=1 shows where)",
+        exception=type(error).__name__,
+    )

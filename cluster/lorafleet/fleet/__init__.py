@@ -7,6 +7,6 @@ imports neither Ray nor TVM.
 from __future__ import annotations
 
 from lorafleet.fleet.state import FleetState
-from lorafleet.fleet.supervisor import FleetOptions, Supervisor
+from lorafleet.fleet.supervisor import STOPPING, FleetOptions, Supervisor
 
-__all__ = ["FleetOptions", "FleetState", "Supervisor"]
+__all__ = ["STOPPING", "FleetOptions", "FleetState", "Supervisor"]

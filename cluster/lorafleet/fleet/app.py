@@ -6,7 +6,10 @@ what a RayService on Kubernetes names as its import path.
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import uuid
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,12 @@ from lorafleet.fleet.replica import Replica, ReplicaOptions
 
 APP = "lorafleet"
 DEPLOYMENT = "replica"
+
+_GRACE_S = 10.0
+
+# A replica that cannot start is tried once more, in case it was the machine's state; then `deploy`
+# fails and says why, rather than after Serve's twenty tries.
+_START_TRIES = 2
 
 
 class ReplicaActor:
@@ -44,7 +53,9 @@ class ReplicaActor:
                 engine=EngineOptions(**arguments.get("engine", {})),
             )
         )
-        self._grace_s = float(arguments.get("grace_s", 10.0))
+        self._grace_s = float(arguments.get("grace_s", _GRACE_S))
+        with _without("torch"):
+            import tvm_ffi  # noqa: F401
         try:
             await self._replica.start()
         except LorafleetError as error:
@@ -78,16 +89,36 @@ def build_app(arguments: dict[str, Any]) -> serve.Application:
         "TVM_USE_RUNTIME_LIB": "1",  # replicas need no compiler: half the start, a third the memory
         "OMP_NUM_THREADS": str(threads),
     }
-    engine = {**asdict(EngineOptions()), **arguments.get("engine", {}), "num_threads": threads}
+    chosen = {**asdict(EngineOptions()), **arguments.get("engine", {}), "num_threads": threads}
+    engine = asdict(EngineOptions(**chosen))  # what is wrong is found here, not on the replicas
+    grace_s = float(arguments.get("grace_s", _GRACE_S))
     deployment = serve.deployment(
         name=DEPLOYMENT,
         num_replicas=int(arguments.get("replicas", 1)),
         health_check_period_s=1.0,
         health_check_timeout_s=10.0,
-        graceful_shutdown_timeout_s=float(arguments.get("grace_s", 10.0)) + 5.0,
+        graceful_shutdown_timeout_s=grace_s + 5.0,
+        max_constructor_retry_count=_START_TRIES,
         ray_actor_options={
             "num_cpus": float(arguments.get("num_cpus", threads)),
             "runtime_env": {"env_vars": environment},
         },
     )(ReplicaActor)
     return deployment.bind({**arguments, "engine": engine})
+
+
+@contextlib.contextmanager
+def _without(module: str) -> Iterator[None]:
+    """Make a module look absent while the block runs, unless it is imported already.
+
+    tvm_ffi imports torch wherever it is installed: four seconds and 250 MB of each replica, for an
+    exchange of tensors that never happens here.
+    """
+    if module in sys.modules:
+        yield
+        return
+    sys.modules[module] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[module]

@@ -78,7 +78,7 @@ class Replica:
     async def start(self) -> None:
         """Load the model, read the catalogue, serve, and take the lease.
 
-        With Redis away it serves nothing new but starts, and takes the lease when Redis is back.
+        With Redis away it starts, and takes the lease when it has read the catalogue.
         """
         started_s = time.monotonic()
         self._loop = asyncio.get_running_loop()
@@ -123,6 +123,8 @@ class Replica:
         digest = self._engine.base.digest
         epoch = 0
         try:
+            while not await self._catalogue.wait_synced(_LEASE_TTL_S):
+                _log.warning("the registry was not read yet; no lease is taken before")
             while True:
                 try:
                     if epoch == 0 or not await self._renewed(epoch):

@@ -1,34 +1,39 @@
 """A whole fleet on one machine: Redis, the registry, Ray with its replicas, and the gateway.
 
-It owns their order, their readiness and their end; a gateway or registry process that dies is
-started again. Each part logs to its own file in the home's `logs`.
+It owns their order, their readiness and their end; what dies is started again. Each part logs to
+its own file in the home's `logs`. How a part is run is known by `processes` and `cluster`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import logging
 import os
-import signal
-import subprocess
-import sys
+import socket
 import time
+import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import grpc
+
 from lorafleet.core import home
-from lorafleet.core.errors import Conflict, Internal
+from lorafleet.core.errors import Conflict, Internal, InvalidInput, LorafleetError
 from lorafleet.core.log import get_logger
-from lorafleet.fleet.state import FleetState
+from lorafleet.core.model import BaseModel
+from lorafleet.fleet.cluster import LocalCluster
+from lorafleet.fleet.processes import Part, end_marked, marking
+from lorafleet.fleet.state import FleetLock, FleetState
 from lorafleet.registry import EmbeddedRedis
+from lorafleet.v1 import fleet_pb2, fleet_pb2_grpc
+from lorafleet.wire.channel import open_sync_channel
+
+STOPPING = "stopping"
+"""What is reported as the parts begin to be stopped; from there on nothing should interrupt."""
 
 _START_TIMEOUT_S = 120.0
-_STOP_TIMEOUT_S = 20.0
 _POLL_S = 0.05
-_OBJECT_STORE_BYTES = 128 << 20  # no request passes through Ray's object store
 
 _log = get_logger(__name__)
 
@@ -57,14 +62,14 @@ class FleetOptions:
 
 
 class Supervisor:
-    """Starts and stops a fleet. Use from one thread.
+    """Starts and stops a fleet. Use from the thread that lives longest: parts end with it.
 
     Parameters
     ----------
     options : FleetOptions
         What to run.
     report : callable
-        Receives a line for each stage.
+        Receives a line for each stage, `STOPPING` for the last one.
     """
 
     def __init__(
@@ -72,228 +77,178 @@ class Supervisor:
     ) -> None:
         self._options = options
         self._report = report
+        self._mark = uuid.uuid4().hex
+        self._lock = FleetLock()
         self._redis = EmbeddedRedis(home.redis_dir())
-        self._processes: dict[str, _Child] = {}
+        self._cluster = LocalCluster()
+        self._parts: tuple[Part, ...] = ()
+        self._state: FleetState | None = None
         self._exit = contextlib.ExitStack()
 
     def start(self) -> FleetState:
-        """Start everything and return when the fleet takes requests.
+        """Start everything and return when the fleet takes requests and every replica is known.
 
         Raises
         ------
+        InvalidInput
+            The model directory is incomplete, or an address is malformed.
         Conflict
             A fleet is running in this home already, or a port is in use.
         Internal
-            A part does not start; the message has the end of its log.
+            A part does not start; the message has its last words. All others are stopped.
         """
-        running = FleetState.read()
-        if running is not None:
-            raise Conflict(
-                f"a fleet is running already (process {running.pid}, gateway {running.gateway}); "
-                "stop it with `lorafleet down`"
-            )
-        with contextlib.ExitStack() as stack:
-            state = self._start(stack)
-            self._exit = stack.pop_all()
-        return state
+        options = self._options
+        BaseModel.read(options.model_dir)
+        try:
+            before = self._lock.take(self._mark)
+            self._exit.callback(self._lock.release)
+            if before is not None:
+                self._stage("ending what a killed fleet left")
+                end_marked(before.mark)
+            for address in (options.gateway, options.admin):
+                _check_free(address)
+            with marking(self._mark):
+                return self._start()
+        except BaseException:
+            self.stop()
+            raise
 
     def stop(self) -> None:
-        """Stop everything in reverse order."""
+        """Stop everything, in reverse order, and leave no process. A second call does nothing."""
+        if self._lock.held:
+            self._stage(STOPPING)
         self._exit.close()
 
     def watch(self) -> None:
         """Start again what has died; call it now and then."""
-        if not self._redis.alive:
-            _log.error("redis-server died; starting it again")
-            self._redis.start()
-        for child in self._processes.values():
-            child.revive()
+        with marking(self._mark):
+            revived = [part.name for part in self._parts if part.revive()]
+            if not self._redis.alive:
+                _log.error("redis-server died; starting it again")
+                try:
+                    self._redis.start()
+                    revived.append("redis")
+                except LorafleetError as error:  # the fleet serves what it knows without it
+                    _log.error("redis-server does not start", error=error.message)
+            if revived:
+                self._publish()
 
-    def _start(self, stack: contextlib.ExitStack) -> FleetState:
+    def _start(self) -> FleetState:
         options, logs = self._options, home.logs_dir()
         logs.mkdir(parents=True, exist_ok=True)
-
-        self._report("starting Redis")
-        redis_url = self._redis.start()
-        stack.callback(self._redis.stop)
-
-        self._report("starting the registry and the gateway")
-        common = [f"--redis={redis_url}", f"--model-dir={options.model_dir}"]
-        registry = self._launch(
-            stack, "registry", options.admin, [*common, f"--blobs={home.blobs_dir()}"]
-        )
-        gateway = self._launch(stack, "gateway", options.gateway, common)
-
-        self._report("starting Ray")
-        self._start_ray(stack)
-        self._report(f"loading {options.replicas} replicas")
-        self._run_replicas(stack, redis_url)
-        # The front door closes before what is behind it; its own entry then finds it stopped.
-        stack.callback(gateway.stop)
-
-        self._report("waiting for the registry and the gateway")
         deadline_s = time.monotonic() + _START_TIMEOUT_S
-        state = FleetState(
+        self._exit.callback(self._end_rest)
+
+        self._stage("starting Redis")
+        self._exit.callback(self._redis.stop)
+        redis_url = self._redis.start()
+
+        self._stage("starting the registry and the gateway")
+        common = [f"--redis={redis_url}", f"--model-dir={options.model_dir}"]
+        blobs = f"--blobs={home.blobs_dir()}"
+        registry = self._launch("registry", options.admin, [*common, blobs])
+        gateway = self._launch("gateway", options.gateway, common)
+
+        self._stage("starting Ray")
+        self._exit.callback(self._cluster.stop)
+        self._cluster.start()
+        admin_address, gateway_address = registry.wait(deadline_s), gateway.wait(deadline_s)
+
+        self._stage(f"loading {options.replicas} replicas")
+        self._cluster.deploy(self._replica_arguments(redis_url))
+        # The front door closes before what is behind it; its own entry then finds it stopped.
+        self._exit.callback(gateway.stop)
+
+        self._stage("waiting for the gateway to know them")
+        self._wait_ready(gateway_address, time.monotonic() + _START_TIMEOUT_S)
+        self._exit.callback(FleetState.remove)
+        self._state = FleetState(
             pid=os.getpid(),
-            admin=registry.wait(deadline_s),
-            gateway=gateway.wait(deadline_s),
+            gateway=gateway_address,
+            admin=admin_address,
             redis=redis_url,
             model_dir=str(options.model_dir),
             logs_dir=str(logs),
             replicas=options.replicas,
         )
-        self._wait_ready(state.gateway, gateway, deadline_s)
-        state.write()
-        stack.callback(FleetState.remove)
-        self._report("ready")
+        state = self._publish()
+        self._stage("ready")
         return state
 
-    def _launch(
-        self, stack: contextlib.ExitStack, name: str, listen: str, arguments: list[str]
-    ) -> _Child:
-        child = _Child(name, listen, arguments)
-        child.spawn()
-        stack.callback(child.stop)
-        self._processes[name] = child
-        return child
+    def _stage(self, line: str) -> None:
+        _log.info("stage", stage=line)
+        self._report(line)
 
-    def _start_ray(self, stack: contextlib.ExitStack) -> None:
-        # Before the import: Ray reads these once.
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        import ray
+    def _launch(self, name: str, listen: str, arguments: list[str]) -> Part:
+        part = Part(name, listen, arguments, run_dir=home.run_dir(), logs_dir=home.logs_dir())
+        self._exit.callback(part.stop)
+        part.start()
+        self._parts += (part,)
+        return part
 
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            object_store_memory=_OBJECT_STORE_BYTES,
-            log_to_driver=False,
-            logging_level="error",
-        )
-        stack.callback(ray.shutdown)
-
-    def _run_replicas(self, stack: contextlib.ExitStack, redis_url: str) -> None:
-        from ray import serve
-        from ray.serve.config import HTTPOptions, ProxyLocation
-
-        from lorafleet.fleet.app import APP, build_app
-
+    def _replica_arguments(self, redis_url: str) -> dict[str, Any]:
         options = self._options
-        # No request passes Serve's proxy; what little it needs listens on a free port.
-        logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        serve.start(proxy_location=ProxyLocation.Disabled, http_options=HTTPOptions(port=0))
-        # Waits for the replicas to drain; Serve's own processes end with Ray.
-        stack.callback(serve.delete, APP)
         cores = len(os.sched_getaffinity(0))
-        application = build_app(
-            {
-                "model_dir": str(options.model_dir),
-                "blobs_dir": str(home.blobs_dir()),
-                "redis_url": redis_url,
-                "replicas": options.replicas,
-                "threads": max(1, cores // options.replicas),
-                # Cores are divided by `threads`; Ray need not count them a second time.
-                "num_cpus": 0,
-                "host": "127.0.0.1",
-                "logs_dir": str(home.logs_dir()),
-                "engine": options.engine,
-            }
-        )
-        try:
-            serve.run(application, name=APP, route_prefix=None)
-        except Exception as error:
-            raise Internal(f"the replicas do not start: {error}") from error
+        return {
+            "model_dir": str(options.model_dir),
+            "blobs_dir": str(home.blobs_dir()),
+            "redis_url": redis_url,
+            "replicas": options.replicas,
+            "threads": max(1, cores // options.replicas),
+            # Cores are divided by `threads`; Ray need not count them a second time.
+            "num_cpus": 0,
+            "host": "127.0.0.1",
+            "logs_dir": str(home.logs_dir()),
+            "engine": options.engine,
+        }
 
-    def _wait_ready(self, address: str, gateway: _Child, deadline_s: float) -> None:
-        import grpc
-        from grpc_health.v1 import health_pb2, health_pb2_grpc
+    def _publish(self) -> FleetState:
+        """Write the state with the processes of now."""
+        assert self._state is not None, "watch is for a started fleet"
+        processes = {part.name: part.pid for part in self._parts if part.pid is not None}
+        if self._redis.pid is not None:
+            processes["redis"] = self._redis.pid
+        self._state = replace(self._state, processes=processes)
+        self._state.write()
+        return self._state
 
-        from lorafleet.wire.channel import open_sync_channel
-
+    def _wait_ready(self, address: str, deadline_s: float) -> None:
+        """Wait until the gateway has heard from every replica."""
+        known = 0
         with open_sync_channel(address) as channel:
-            stub: Any = health_pb2_grpc.HealthStub(channel)
+            fleet: Any = fleet_pb2_grpc.FleetStub(channel)  # type: ignore[no-untyped-call]
             while time.monotonic() < deadline_s:
-                gateway.check()
-                try:
-                    reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=1)
-                    if reply.status == health_pb2.HealthCheckResponse.SERVING:
+                for part in self._parts:
+                    part.check()
+                with contextlib.suppress(grpc.RpcError):
+                    status = fleet.GetStatus(fleet_pb2.GetStatusRequest(), timeout=1)
+                    known = sum(replica.connected for replica in status.replicas)
+                    if known >= self._options.replicas and status.registry_connected:
                         return
-                except grpc.RpcError:
-                    pass
                 time.sleep(_POLL_S)
-        raise Internal(f"the gateway is not ready; see {gateway.log_file}")
+        raise Internal(
+            f"the gateway knows {known} of {self._options.replicas} replicas after "
+            f"{_START_TIMEOUT_S:.0f} s; see {home.logs_dir()}"
+        )
+
+    def _end_rest(self) -> None:
+        """End what ought to have ended by now."""
+        rest = end_marked(self._mark)
+        if rest:
+            _log.warning("processes were left and have been ended", processes=rest)
 
 
-class _Child:
-    """A process of ours that writes its address to a file; `python -m lorafleet.<name>`."""
-
-    def __init__(self, name: str, listen: str, arguments: list[str]) -> None:
-        self.name = name
-        self.log_file = home.logs_dir() / f"{name}.log"
-        self._listen = listen
-        self._arguments = arguments
-        self._address_file = home.run_dir() / f"{name}.address"
-        self._errors = home.logs_dir() / f"{name}.stderr"
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def spawn(self) -> None:
-        self._address_file.unlink(missing_ok=True)
-        command = [
-            sys.executable,
-            "-m",
-            f"lorafleet.{self.name}",
-            f"--listen={self._listen}",
-            f"--address-file={self._address_file}",
-            f"--log-file={self.log_file}",
-            *self._arguments,
-        ]
-        with self._errors.open("wb") as errors:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-                start_new_session=True,  # Ctrl-C is for the supervisor, who stops it in order
-                preexec_fn=_end_with_parent,
-            )
-
-    def wait(self, deadline_s: float) -> str:
-        """Return its address once it serves."""
-        while time.monotonic() < deadline_s:
-            self.check()
-            with contextlib.suppress(OSError):
-                # From now on it comes back where clients know it to be.
-                self._listen = self._address_file.read_text().strip()
-                return self._listen
-            time.sleep(_POLL_S)
-        raise Internal(f"{self.name} does not start; see {self.log_file}")
-
-    def check(self) -> None:
-        """Raise Internal, with its last words, if it has ended."""
-        if self._process is not None and self._process.poll() is not None:
-            words = self._errors.read_text(errors="replace").strip().splitlines()
-            raise Internal(f"{self.name} ended: {words[-1] if words else 'it said nothing'}")
-
-    def revive(self) -> None:
-        if self._process is not None and self._process.poll() is not None:
-            _log.error("process died; starting it again", process=self.name)
-            self.spawn()
-
-    def stop(self) -> None:
-        if self._process is None:
-            return
-        self._process.terminate()
+def _check_free(address: str) -> None:
+    """Find a port in use now, rather than after everything else has started."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise InvalidInput(f"{address!r}: expected host:port", field="address")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            self._process.wait(_STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process = None
-
-
-def _end_with_parent() -> None:
-    """In a new process: be told to end when the supervisor is killed. Linux."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    pr_set_pdeathsig = 1
-    libc.prctl(pr_set_pdeathsig, signal.SIGTERM)
+            probe.bind((host, int(port)))
+        except (OSError, OverflowError) as error:
+            raise Conflict(
+                f"cannot listen on {address}: {error}; stop what uses the port, or choose another",
+                address=address,
+            ) from error

@@ -1,0 +1,206 @@
+"""The processes of a fleet: those that the supervisor starts itself, and whatever is left of all.
+
+It owns starting, watching and ending a part that runs as `python -m lorafleet.<part>`, and finding
+what a killed supervisor left behind: every process of a fleet carries the fleet's mark in its
+environment, whoever started it. It knows nothing of what the parts do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from lorafleet.core.errors import Internal
+from lorafleet.core.log import get_logger
+
+MARK_VARIABLE = "LORAFLEET_FLEET"
+"""Names the fleet that a process belongs to; inherited by all that the supervisor starts."""
+
+_STOP_TIMEOUT_S = 20.0
+_END_TIMEOUT_S = 5.0
+_POLL_S = 0.05
+_TAIL_LINES = 5
+
+# A part that dies as soon as it starts is not started again at every look.
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 10.0
+_SETTLED_S = 10.0
+
+_log = get_logger(__name__)
+
+
+class Part:
+    """A process of ours that writes its address to a file once it serves.
+
+    Parameters
+    ----------
+    name : str
+        `python -m lorafleet.<name>` is run.
+    listen : str
+        `host:port`; a picked port is kept when the part is started again.
+    arguments : list of str
+        Beside `--listen`, `--address-file` and `--log-file`.
+    run_dir, logs_dir : Path
+        For the address file, and for the log and what it says on standard error.
+    """
+
+    def __init__(
+        self, name: str, listen: str, arguments: list[str], *, run_dir: Path, logs_dir: Path
+    ) -> None:
+        self.name = name
+        self.log_file = logs_dir / f"{name}.log"
+        self._listen = listen
+        self._arguments = arguments
+        self._address_file = run_dir / f"{name}.address"
+        self._errors = logs_dir / f"{name}.stderr"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started_s = 0.0
+        self._pause_s = _FIRST_PAUSE_S
+
+    @property
+    def pid(self) -> int | None:
+        """The process; None when it is stopped."""
+        return self._process.pid if self._process is not None else None
+
+    def start(self) -> None:
+        """Start the process; does not wait for it."""
+        self._address_file.unlink(missing_ok=True)
+        command = [
+            *(sys.executable, "-m", f"lorafleet.{self.name}"),
+            f"--listen={self._listen}",
+            f"--address-file={self._address_file}",
+            f"--log-file={self.log_file}",
+            *self._arguments,
+        ]
+        with self._errors.open("wb") as errors:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                start_new_session=True,  # Ctrl-C is for the supervisor, who stops it in order
+                preexec_fn=_end_with_parent,
+            )
+        self._started_s = time.monotonic()
+
+    def wait(self, deadline_s: float) -> str:
+        """Return its address once it serves.
+
+        Raises
+        ------
+        Internal
+            It ended, or does not serve in time.
+        """
+        while time.monotonic() < deadline_s:
+            self.check()
+            with contextlib.suppress(OSError):
+                # From now on it comes back where clients know it to be.
+                self._listen = self._address_file.read_text().strip()
+                return self._listen
+            time.sleep(_POLL_S)
+        raise Internal(
+            f"{self.name} does not start; {self.log_file} ends with:\n{tail(self.log_file)}"
+        )
+
+    def check(self) -> None:
+        """Do nothing while it runs.
+
+        Raises
+        ------
+        Internal
+            It has ended; the message has its last words.
+        """
+        if self._process is not None and self._process.poll() is not None:
+            words = tail(self._errors, lines=1) or tail(self.log_file) or "it said nothing"
+            raise Internal(f"{self.name} ended: {words}", log=self.log_file)
+
+    def revive(self) -> bool:
+        """Start it again if it has died; tells whether it did. Later and later if that repeats."""
+        if self._process is None or self._process.poll() is None:
+            return False
+        lived_s = time.monotonic() - self._started_s
+        if lived_s > _SETTLED_S:
+            self._pause_s = _FIRST_PAUSE_S
+        elif lived_s < self._pause_s:
+            return False
+        else:
+            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        words = tail(self._errors, lines=1)
+        _log.error("part died; starting it again", part=self.name, last_words=words)
+        self.start()
+        return True
+
+    def stop(self) -> None:
+        """End it, gently first; does nothing when it is stopped."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            _log.warning("part does not stop; killing it", part=self.name)
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def marking(mark: str) -> Iterator[None]:
+    """Give the mark to every process started while the block runs."""
+    before = os.environ.get(MARK_VARIABLE)
+    os.environ[MARK_VARIABLE] = mark
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[MARK_VARIABLE]
+        else:
+            os.environ[MARK_VARIABLE] = before
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """All live processes with this mark, except the one that asks."""
+    found = []
+    for process in psutil.process_iter():
+        # Processes of other users cannot be read, and are not ours.
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.pid != os.getpid() and process.environ().get(MARK_VARIABLE) == mark:
+                found.append(process)
+    return found
+
+
+def end_marked(mark: str, timeout_s: float = _END_TIMEOUT_S) -> int:
+    """End what is left of a fleet, gently first; returns how many processes that were."""
+    left = marked(mark)
+    for process in left:
+        with contextlib.suppress(psutil.Error):
+            process.terminate()
+    psutil.wait_procs(left, timeout=timeout_s)
+    for process in marked(mark):  # also what they started meanwhile
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    return len(left)
+
+
+def tail(path: Path, *, lines: int = _TAIL_LINES) -> str:
+    """The last lines of a log; empty when there is none."""
+    try:
+        return "\n".join(path.read_text(errors="replace").strip().splitlines()[-lines:])
+    except OSError:
+        return ""
+
+
+def _end_with_parent() -> None:
+    """In a new process: be told to end when the supervisor is killed. Linux."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    pr_set_pdeathsig = 1
+    libc.prctl(pr_set_pdeathsig, signal.SIGTERM)
