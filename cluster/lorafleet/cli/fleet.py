@@ -79,23 +79,28 @@ def up(
 
 def down(json: JsonOption = False) -> None:
     """Stop the fleet that runs on this machine; running requests get a few seconds to finish."""
-    from lorafleet.fleet.processes import end_marked
-    from lorafleet.fleet.state import FleetLock, FleetState
+    from lorafleet.fleet.state import FleetLock
 
-    holder, left = FleetLock.holder(), 0
+    holder, killed = FleetLock.holder(), FleetLock.left_by()
     if holder is not None:
         with err.status("stopping the fleet"):
             _stop(holder.pid)
-    else:
-        killed = FleetLock.left_by()
-        left = end_marked(killed.mark) if killed is not None else 0
-        FleetState.remove()
+    elif killed is not None:
+        from lorafleet.core.log import configure
+        from lorafleet.fleet.supervisor import end_left
+
+        configure("supervisor", file=home.logs_dir() / "supervisor.log")
+        lock = FleetLock()
+        lock.take(killed.mark)
+        end_left(killed)
+        lock.release()
     if json:
-        print_json({"stopped": holder is not None, "left_processes_ended": left})
-    elif left:
-        out.print(f"no fleet is running; ended {left} processes that a killed one had left")
+        print_json({"stopped": holder is not None, "cleared": killed is not None})
+    elif holder is not None:
+        out.print("stopped")
     else:
-        out.print("stopped" if holder is not None else "no fleet is running")
+        cleared = "; cleared away what a killed one had left" if killed else ""
+        out.print(f"no fleet is running{cleared}")
 
 
 def status(gateway: GatewayOption = None, json: JsonOption = False) -> None:

@@ -17,17 +17,21 @@ from typing import Any
 
 from lorafleet.core.errors import Internal, LorafleetError
 from lorafleet.core.log import get_logger
+from lorafleet.fleet.processes import end, using
 
 _OBJECT_STORE_BYTES = 128 << 20  # no request passes through Ray's object store
 
-# Ray puts sockets below this folder, whose whole paths must stay within 107 bytes.
-_LONGEST_FOLDER = 40
+# Ray puts sockets below its folder, whose whole paths must stay within 107 bytes.
+_LONGEST_TEMPORARY = 20
+
+_START_TRIES = 2
 
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
     # A loaded machine is no reason to give up.
     "RAY_raylet_start_wait_time_s": "180",
+    "RAY_raylet_client_num_connect_attempts": "60",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # Replicas have an environment of their own, so a worker started in advance serves nobody.
     "RAY_prestart_worker_first_driver": "0",
@@ -38,10 +42,17 @@ _log = get_logger(__name__)
 
 
 class LocalCluster:
-    """Ray on this machine. Use from one thread; one at a time in a process."""
+    """Ray on this machine. Use from one thread; one at a time in a process.
 
-    def __init__(self) -> None:
-        self._folder: Path | None = None
+    Parameters
+    ----------
+    name : str
+        Distinguishes its folder from those of others; whoever knows it can `clear` what is left.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._folder = _folder(name)
+        self._running = False
         self._deployed = False
 
     def start(self) -> None:
@@ -56,18 +67,25 @@ class LocalCluster:
             os.environ.setdefault(name, value)
         import ray
 
-        self._folder = _make_folder()
-        try:
-            ray.init(
-                address="local",
-                include_dashboard=False,
-                object_store_memory=_OBJECT_STORE_BYTES,
-                log_to_driver=False,
-                logging_level="error",
-                _temp_dir=str(self._folder),
-            )
-        except Exception as error:
-            raise Internal(f"Ray does not start: {error}") from error
+        self._running = True
+        for attempt in range(1, _START_TRIES + 1):
+            try:
+                ray.init(
+                    address="local",
+                    include_dashboard=False,
+                    object_store_memory=_OBJECT_STORE_BYTES,
+                    log_to_driver=False,
+                    logging_level="error",
+                    _temp_dir=str(self._folder),
+                )
+                return
+            except Exception as error:
+                if attempt == _START_TRIES:
+                    raise Internal(f"Ray does not start: {error}") from error
+                # It gives its own processes 30 s, which a machine with much else to do may miss.
+                _log.warning("Ray does not start; trying again", error=repr(error))
+                ray.shutdown()
+                self.clear()
 
     def deploy(self, arguments: dict[str, Any]) -> None:
         """Start the replicas and wait until all of them serve.
@@ -100,7 +118,7 @@ class LocalCluster:
 
     def stop(self) -> None:
         """Let the replicas drain, end Ray, and remove its files. Does nothing when stopped."""
-        if self._folder is None:
+        if not self._running:
             return
         import ray
 
@@ -108,8 +126,16 @@ class LocalCluster:
             self._deployed = False
             self._drain()
         ray.shutdown()
+        self._running = False
+        left = self.clear()
+        if left:
+            _log.warning("Ray left processes, which have been ended", processes=left)
+
+    def clear(self) -> int:
+        """End the processes and remove the files that a cluster of this name has left."""
+        left = end(lambda: using(self._folder))
         shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder = None
+        return left
 
     def _drain(self) -> None:
         from ray import serve
@@ -122,11 +148,11 @@ class LocalCluster:
             _log.warning("the replicas were not drained", error=repr(error))
 
 
-def _make_folder() -> Path:
-    folder = tempfile.gettempdir()
-    if len(folder) > _LONGEST_FOLDER:
-        folder = "/tmp"
-    return Path(tempfile.mkdtemp(prefix="lorafleet-ray-", dir=folder))
+def _folder(name: str) -> Path:
+    temporary = Path(tempfile.gettempdir())
+    if len(str(temporary)) > _LONGEST_TEMPORARY:
+        temporary = Path("/tmp")
+    return temporary / f"lorafleet-ray-{name[:8]}"
 
 
 def _cause(error: Exception) -> str:

@@ -1,8 +1,8 @@
 """The processes of a fleet: those that the supervisor starts itself, and whatever is left of all.
 
 It owns starting, watching and ending a part that runs as `python -m lorafleet.<part>`, and finding
-what a killed supervisor left behind: every process of a fleet carries the fleet's mark in its
-environment, whoever started it. It knows nothing of what the parts do.
+what a killed supervisor left behind: by the fleet's mark, which all that it starts inherit in their
+environment, or by the files they have open. It knows nothing of what the parts do.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -168,27 +168,43 @@ def marking(mark: str) -> Iterator[None]:
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """All live processes with this mark, except the one that asks."""
+    """All live processes with this mark, except the one that asks.
+
+    Programs that write their state into their title, as redis-server and Ray's workers do, have
+    overwritten it: see `using`.
+    """
+    return _find(lambda process: process.environ().get(MARK_VARIABLE) == mark)
+
+
+def using(folder: Path) -> list[psutil.Process]:
+    """All live processes that have a file of this folder open, except the one that asks."""
+    return _find(
+        lambda process: any(folder in Path(file.path).parents for file in process.open_files())
+    )
+
+
+def end(find: Callable[[], list[psutil.Process]], timeout_s: float = _END_TIMEOUT_S) -> int:
+    """End the processes found, gently first; returns how many they were."""
+    found = find()
+    for process in found:
+        with contextlib.suppress(psutil.Error):
+            process.terminate()
+    if found:
+        psutil.wait_procs(found, timeout=timeout_s)
+        for process in find():  # also what they started meanwhile
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+    return len(found)
+
+
+def _find(wanted: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         # Processes of other users cannot be read, and are not ours.
         with contextlib.suppress(psutil.Error, OSError):
-            if process.pid != os.getpid() and process.environ().get(MARK_VARIABLE) == mark:
+            if process.pid != os.getpid() and wanted(process):
                 found.append(process)
     return found
-
-
-def end_marked(mark: str, timeout_s: float = _END_TIMEOUT_S) -> int:
-    """End what is left of a fleet, gently first; returns how many processes that were."""
-    left = marked(mark)
-    for process in left:
-        with contextlib.suppress(psutil.Error):
-            process.terminate()
-    psutil.wait_procs(left, timeout=timeout_s)
-    for process in marked(mark):  # also what they started meanwhile
-        with contextlib.suppress(psutil.Error):
-            process.kill()
-    return len(left)
 
 
 def tail(path: Path, *, lines: int = _TAIL_LINES) -> str:

@@ -23,8 +23,8 @@ from lorafleet.core.errors import Conflict, Internal, InvalidInput, LorafleetErr
 from lorafleet.core.log import get_logger
 from lorafleet.core.model import BaseModel
 from lorafleet.fleet.cluster import LocalCluster
-from lorafleet.fleet.processes import Part, end_marked, marking
-from lorafleet.fleet.state import FleetLock, FleetState
+from lorafleet.fleet.processes import Part, end, marked, marking
+from lorafleet.fleet.state import FleetLock, FleetState, Holder
 from lorafleet.registry import EmbeddedRedis
 from lorafleet.v1 import fleet_pb2, fleet_pb2_grpc
 from lorafleet.wire.channel import open_sync_channel
@@ -80,7 +80,7 @@ class Supervisor:
         self._mark = uuid.uuid4().hex
         self._lock = FleetLock()
         self._redis = EmbeddedRedis(home.redis_dir())
-        self._cluster = LocalCluster()
+        self._cluster = LocalCluster(self._mark)
         self._parts: tuple[Part, ...] = ()
         self._state: FleetState | None = None
         self._exit = contextlib.ExitStack()
@@ -104,7 +104,7 @@ class Supervisor:
             self._exit.callback(self._lock.release)
             if before is not None:
                 self._stage("ending what a killed fleet left")
-                end_marked(before.mark)
+                end_left(before)
             for address in (options.gateway, options.admin):
                 _check_free(address)
             with marking(self._mark):
@@ -233,9 +233,20 @@ class Supervisor:
 
     def _end_rest(self) -> None:
         """End what ought to have ended by now."""
-        rest = end_marked(self._mark)
+        rest = end(lambda: marked(self._mark))
         if rest:
             _log.warning("processes were left and have been ended", processes=rest)
+
+
+def end_left(holder: Holder) -> int:
+    """End what a killed supervisor has left in this home; returns how many processes that were."""
+    left = end(lambda: marked(holder.mark)) + LocalCluster(holder.mark).clear()
+    if home.redis_dir().exists():
+        # Whoever starts a Redis there takes the place of one whose owner has died.
+        with EmbeddedRedis(home.redis_dir()):
+            pass
+    FleetState.remove()
+    return left
 
 
 def _check_free(address: str) -> None:
