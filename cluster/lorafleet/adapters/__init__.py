@@ -7,12 +7,13 @@ Redis and no network.
 from __future__ import annotations
 
 from lorafleet.adapters.adapter import LoraAdapter, SiteFactors, load_adapter
-from lorafleet.adapters.checkpoint import CONFIG_FILE, WEIGHTS_FILE, scan_directory
 from lorafleet.adapters.config import LoraConfig, read_config
-from lorafleet.adapters.place import AdaptedModule
+from lorafleet.adapters.files import CONFIG_FILE, WEIGHTS_FILE, scan_directory
+from lorafleet.adapters.place import MAX_RANK, AdaptedModule
 
 __all__ = [
     "CONFIG_FILE",
+    "MAX_RANK",
     "WEIGHTS_FILE",
     "AdaptedModule",
     "LoraAdapter",

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from lorafleet.adapters.checkpoint import CONFIG_FILE, Factor, read_factors, scan_directory
+from lorafleet.adapters.checkpoint import Factor, read_factors
 from lorafleet.adapters.config import read_config
-from lorafleet.adapters.place import AdaptedModule, place
-from lorafleet.core.errors import InvalidAdapter, NotFound
+from lorafleet.adapters.files import find_files, scan_directory
+from lorafleet.adapters.place import FLOAT32_MAX, MAX_RANK, AdaptedModule, place
+from lorafleet.core.errors import NotFound
 from lorafleet.core.manifest import FileEntry, VersionManifest
 from lorafleet.core.model import BaseModel
-
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +82,7 @@ class LoraAdapter:
     def factors(self) -> Iterator[SiteFactors]:
         """All rank rows, in the order of the sites."""
         for module in self.modules:
-            a = module.a.file.read_f32(module.a.tensor)
-            b = module.b.file.read_f32(module.b.tensor) * np.float32(module.scale)
-            for target in module.targets:
-                b_t = np.ascontiguousarray(b[target.b_start : target.b_end].T)
-                yield SiteFactors(site=target.site, part=target.part, a=a, b_t=b_t)
+            yield from _factors(module)
 
     def delta(self, site_name: str) -> np.ndarray:
         """s·B A of a site, (out_features, in_features) float32; zero where it is not adapted.
@@ -102,10 +98,11 @@ class LoraAdapter:
         index = names.index(site_name)
         site = self.base.sites[index]
         delta = np.zeros((site.out_features, site.in_features), dtype=np.float32)
-        for factors in self.factors():
-            if factors.site == index:
-                part = site.parts[factors.part]
-                delta[part.out_start : part.out_end] = factors.b_t.T @ factors.a
+        for module in self.modules:
+            if module.targets[0].site == index:
+                for factors in _factors(module):
+                    part = site.parts[factors.part]
+                    delta[part.out_start : part.out_end] = factors.b_t.T @ factors.a
         return delta
 
     def manifest(self, name: str, created_at_s: float) -> VersionManifest:
@@ -124,7 +121,7 @@ class LoraAdapter:
         )
 
 
-def load_adapter(directory: Path, base: BaseModel) -> LoraAdapter:
+def load_adapter(directory: Path, base: BaseModel, *, max_rank: int = MAX_RANK) -> LoraAdapter:
     """Read a PEFT directory and check all of it against a base model.
 
     Raises
@@ -133,18 +130,36 @@ def load_adapter(directory: Path, base: BaseModel) -> LoraAdapter:
         Something is broken or does not fit; `facts` name the file and the field or tensor.
     Unsupported
         Something is asked for that is not honoured; named likewise.
+
+    Notes
+    -----
+    Reads the weights twice: as tensors for their values and the id, as files for their entries.
     """
-    directory = Path(directory)
-    files = scan_directory(directory)
-    config = read_config(directory / CONFIG_FILE)
-    modules = place(config, read_factors(directory), base)
-    tensors = []
+    files = find_files(directory)
+    config = read_config(files.config)
+    modules = tuple(place(config, read_factors(files), base, max_rank=max_rank))
     for module in modules:
-        for factor in (module.a, module.b):
-            _check_values(factor, module.scale)
-            dtype, shape = factor.file.info(factor.tensor)
-            digest = hashlib.sha256(factor.file.raw(factor.tensor).data).hexdigest()
-            tensors.append([module.source, factor.kind, dtype, list(shape), digest])
+        _check_values(module)
+    return LoraAdapter(
+        version=_version(modules, base),
+        base=base,
+        modules=modules,
+        files=scan_directory(directory),
+    )
+
+
+def _version(modules: Iterable[AdaptedModule], base: BaseModel) -> str:
+    tensors = [
+        [
+            module.source,
+            factor.kind,
+            factor.dtype,
+            list(factor.shape),
+            hashlib.sha256(factor.file.raw(factor.tensor).data).hexdigest(),
+        ]
+        for module in modules
+        for factor in (module.a, module.b)
+    ]
     identity = {
         "format": 1,
         "base": base.digest,
@@ -152,24 +167,32 @@ def load_adapter(directory: Path, base: BaseModel) -> LoraAdapter:
         "tensors": tensors,
     }
     text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
-    version = "sha256:" + hashlib.sha256(text.encode()).hexdigest()
-    return LoraAdapter(version=version, base=base, modules=tuple(modules), files=files)
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 
-def _check_values(factor: Factor, scale: float) -> None:
+def _factors(module: AdaptedModule) -> Iterator[SiteFactors]:
+    a = module.a.file.read_f32(module.a.tensor)
+    b = module.b.file.read_f32(module.b.tensor) * np.float32(module.scale)
+    for target in module.targets:
+        b_t = np.ascontiguousarray(b[target.b_start : target.b_end].T)
+        yield SiteFactors(site=target.site, part=target.part, a=a, b_t=b_t)
+
+
+def _check_values(module: AdaptedModule) -> None:
+    """See that A and s·B are finite, in one pass over each tensor.
+
+    Their product with some input may still overflow; the engine ends the requests to which that
+    happens.
+    """
+    _largest(module.a)
+    if _largest(module.b) * abs(float(np.float32(module.scale))) > FLOAT32_MAX:
+        raise module.b.invalid(f"overflows float32 when scaled by {module.scale:g}")
+
+
+def _largest(factor: Factor) -> float:
     values = factor.file.read_f32(factor.tensor)
-    # One pass: NaN and infinity both survive the extremes.
+    # NaN and infinity both survive the extremes.
     low, high = float(values.min()), float(values.max())
-    file = factor.file.path.name
-    if not np.isfinite(low) or not np.isfinite(high):
-        raise InvalidAdapter(
-            f"{file}: tensor {factor.tensor!r} has values that are not finite",
-            file=file,
-            tensor=factor.tensor,
-        )
-    if factor.kind == "B" and max(-low, high) * abs(scale) > _FLOAT32_MAX:
-        raise InvalidAdapter(
-            f"{file}: tensor {factor.tensor!r} overflows float32 when scaled by {scale:g}",
-            file=file,
-            tensor=factor.tensor,
-        )
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise factor.invalid("has values that are not finite")
+    return max(-low, high)

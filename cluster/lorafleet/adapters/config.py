@@ -1,41 +1,43 @@
 """`adapter_config.json`: every option is honoured, known to be harmless, or refused by name.
 
 The tensors in the file are the truth about which modules are adapted, so options that only choose
-modules for training are accepted and not interpreted.
+modules for training are accepted and not interpreted. It knows no tensors and no base model.
 
-References: PEFT 0.21, `LoraConfig` and `get_pattern_key`.
+References: PEFT 0.21, `LoraConfig`.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lorafleet.core.errors import InvalidAdapter, Unsupported
+from lorafleet.adapters.faults import invalid, shown, shown_name, unsupported
+from lorafleet.adapters.files import CONFIG_FILE, read_json
+from lorafleet.adapters.patterns import Patterns, V, compile_patterns
+from lorafleet.adapters.regex import RegexError, Steps
+from lorafleet.core.errors import InvalidAdapter
 
-_FILE = "adapter_config.json"
-
-_HONOURED = frozenset(
-    {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
-)
-
-# They choose modules for training, steer training, or describe the file.
-_HARMLESS = frozenset(
+HONOURED = frozenset(
     (
-        "task_type auto_mapping peft_version base_model_name_or_path revision inference_mode "
-        "target_modules exclude_modules layers_to_transform layers_pattern lora_dropout "
-        "megatron_core loftq_config eva_config lora_ga_config corda_config qalora_group_size "
-        "runtime_config"
+        "peft_type r lora_alpha use_rslora rank_pattern alpha_pattern bias init_lora_weights "
+        "base_model_name_or_path"
     ).split()
 )
+"""Options whose values are read: each is followed, or refused for what it holds."""
 
-# What each would change; the text goes into the refusal.
-_REFUSED: Mapping[str, str] = {
+HARMLESS = frozenset(
+    (
+        "task_type auto_mapping peft_version revision inference_mode target_modules "
+        "exclude_modules layers_to_transform layers_pattern lora_dropout megatron_core "
+        "loftq_config eva_config lora_ga_config corda_config qalora_group_size runtime_config"
+    ).split()
+)
+"""Options that choose modules for training, steer training, or describe the file."""
+
+REFUSED: Mapping[str, str] = {
     "use_dora": "DoRA rescales the base weights' rows",
     "lora_bias": "a bias on lora_B is part of the output",
     "modules_to_save": "whole replaced modules are part of the model",
@@ -53,9 +55,14 @@ _REFUSED: Mapping[str, str] = {
     "monteclora_config": "MonteCLoRA samples its factors",
     "ensure_weight_tying": "tied embeddings would be adapted together",
 }
+"""Options that would change the output, and what each would change."""
 
-# Initialisations that take nothing out of the base; the others move part of it into the factors.
-_NEUTRAL_INITS = frozenset({"gaussian", "eva", "orthogonal", "true", "false"})
+# Initialisations that take nothing out of the base. MiCA only freezes B.
+_NEUTRAL_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica", "true", "false"})
+# They move part of the base weights into the factors; by prefix, as in "pissa_niter_4".
+_MOVING_INITS = ("pissa", "olora", "loftq", "corda", "lora_ga")
+
+_MAX_INTEGER = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,27 +72,28 @@ class LoraConfig:
     r: int
     lora_alpha: float
     use_rslora: bool
-    rank_pattern: Mapping[str, int]
-    alpha_pattern: Mapping[str, float]
+    rank_pattern: Patterns[int]
+    alpha_pattern: Patterns[float]
     base_model_name: str | None = None
 
-    def rank_of(self, module: str) -> int:
-        """The rank that PEFT gives to a module path."""
-        return self.rank_pattern.get(_pattern_key(self.rank_pattern, module), self.r)
+    def rank_of(self, module: str, steps: Steps) -> int:
+        """The rank that PEFT gives to a module path.
 
-    def alpha_of(self, module: str) -> float:
-        """The alpha that PEFT gives to a module path."""
-        return self.alpha_pattern.get(_pattern_key(self.alpha_pattern, module), self.lora_alpha)
+        Raises
+        ------
+        Unsupported
+            The patterns take more than `steps` to match.
+        """
+        return _found("rank_pattern", self.rank_pattern, module, steps) or self.r
 
-    def scale_of(self, module: str) -> float:
+    def alpha_of(self, module: str, steps: Steps) -> float:
+        """The alpha that PEFT gives to a module path; raises as `rank_of`."""
+        alpha = _found("alpha_pattern", self.alpha_pattern, module, steps)
+        return self.lora_alpha if alpha is None else alpha
+
+    def scale(self, rank: int, alpha: float) -> float:
         """S in y = W x + s·B(A x): α/r, or α/√r with rsLoRA (Kalajdzievski, 2023)."""
-        rank = self.rank_of(module)
-        return self.alpha_of(module) / (math.sqrt(rank) if self.use_rslora else rank)
-
-
-def _pattern_key(patterns: Mapping[str, object], module: str) -> str:
-    """The first pattern that matches the end of the path at a dot, as PEFT searches."""
-    return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), module)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
 def read_config(path: Path) -> LoraConfig:
@@ -98,15 +106,7 @@ def read_config(path: Path) -> LoraConfig:
     Unsupported
         An option that would change the output and is not honoured.
     """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidAdapter(f"{_FILE}: cannot be read: {error.strerror}", file=_FILE) from None
-    except (ValueError, RecursionError) as error:
-        raise InvalidAdapter(f"{_FILE}: not valid JSON: {error}", file=_FILE) from None
-    if not isinstance(data, dict):
-        raise InvalidAdapter(f"{_FILE}: expected a JSON object", file=_FILE)
-    return parse_config(data)
+    return parse_config(read_json(path))
 
 
 def parse_config(data: Mapping[str, Any]) -> LoraConfig:
@@ -114,79 +114,94 @@ def parse_config(data: Mapping[str, Any]) -> LoraConfig:
     _refuse_other_families(data)
     for key, value in data.items():
         _check_option(key, value)
+    name = data.get("base_model_name_or_path")
+    if name is not None and not isinstance(name, str):
+        raise _wrong("base_model_name_or_path", "a string or null", name)
     return LoraConfig(
         r=_rank("r", data.get("r")),
         lora_alpha=_number("lora_alpha", data.get("lora_alpha")),
         use_rslora=_flag("use_rslora", data.get("use_rslora")),
-        rank_pattern={
-            key: _rank(f"rank_pattern[{key!r}]", value)
-            for key, value in _patterns("rank_pattern", data).items()
-        },
-        alpha_pattern={
-            key: _number(f"alpha_pattern[{key!r}]", value)
-            for key, value in _patterns("alpha_pattern", data).items()
-        },
-        base_model_name=data.get("base_model_name_or_path"),
+        rank_pattern=_patterns("rank_pattern", data, _rank),
+        alpha_pattern=_patterns("alpha_pattern", data, _number),
+        base_model_name=name,
     )
 
 
 def _refuse_other_families(data: Mapping[str, Any]) -> None:
     family = data.get("peft_type")
     if family is None:
-        raise InvalidAdapter(f"{_FILE}: peft_type is missing", file=_FILE, field="peft_type")
+        raise invalid(CONFIG_FILE, "peft_type is missing", field="peft_type")
     if family != "LORA":
-        raise Unsupported(
-            f"{_FILE}: peft_type {family!r} is not supported; expected 'LORA'",
-            file=_FILE,
+        raise unsupported(
+            CONFIG_FILE,
+            f"peft_type {shown(family)} is not supported; expected 'LORA'",
             field="peft_type",
         )
 
 
 def _check_option(key: str, value: object) -> None:
-    if key in _HONOURED or key in _HARMLESS or not value:
-        return
     if key == "bias":
-        if value != "none":
-            raise Unsupported(
-                f"{_FILE}: bias = {value!r} is not supported: trained biases are part of the "
-                "output; expected 'none'",
-                file=_FILE,
-                field="bias",
-            )
+        _check_bias(value)
     elif key == "init_lora_weights":
-        if str(value).lower() not in _NEUTRAL_INITS:
-            raise Unsupported(
-                f"{_FILE}: init_lora_weights = {value!r} is not supported: it moved part of the "
-                "base weights into the adapter; convert it to a plain LoRA with PEFT's "
-                "save_pretrained(path_initial_model_for_weight_conversion=...)",
-                file=_FILE,
-                field="init_lora_weights",
-            )
-    else:
-        why = _REFUSED.get(key, "the option is unknown and may change the output")
-        raise Unsupported(
-            f"{_FILE}: {key} = {json.dumps(value)[:80]} is not supported: {why}",
-            file=_FILE,
+        _check_init(value)
+    elif key not in HONOURED and key not in HARMLESS and value:
+        why = REFUSED.get(key, "the option is unknown and may change the output")
+        raise unsupported(
+            CONFIG_FILE,
+            f"{shown_name(key)[1:-1]} = {shown(value)} is not supported: {why}",
             field=key,
         )
 
 
-def _wrong(field: str, expected: str, value: object) -> InvalidAdapter:
-    return InvalidAdapter(
-        f"{_FILE}: {field}: expected {expected}, got {value!r}", file=_FILE, field=field
+def _check_bias(value: object) -> None:
+    if value and value != "none":
+        raise unsupported(
+            CONFIG_FILE,
+            f"bias = {shown(value)} is not supported: trained biases are part of the output; "
+            "expected 'none'",
+            field="bias",
+        )
+
+
+def _check_init(value: object) -> None:
+    text = str(value).lower() if isinstance(value, str | bool) else ""
+    if not value or text in _NEUTRAL_INITS:
+        return
+    if text.startswith(_MOVING_INITS):
+        why = (
+            "it moved part of the base weights into the adapter; convert it to a plain LoRA with "
+            "PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)"
+        )
+    else:
+        why = (
+            "it may have changed the base weights; expected true, false, 'gaussian', 'eva', "
+            "'orthogonal' or 'mica'"
+        )
+    raise unsupported(
+        CONFIG_FILE,
+        f"init_lora_weights = {shown(value)} is not supported: {why}",
+        field="init_lora_weights",
     )
 
 
+def _wrong(field: str, expected: str, value: object) -> InvalidAdapter:
+    got = "nothing" if value is None else shown(value)
+    return invalid(CONFIG_FILE, f"{field}: expected {expected}, got {got}", field=field)
+
+
 def _rank(field: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_INTEGER:
         raise _wrong(field, "a positive integer", value)
     return value
 
 
 def _number(field: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    # An integer may be too large for a float, which float() answers with OverflowError.
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _MAX_INTEGER:
+        return float(value)
+    if not isinstance(value, float) or not math.isfinite(value):
         raise _wrong(field, "a number", value)
-    return float(value)
+    return value
 
 
 def _flag(field: str, value: object) -> bool:
@@ -195,13 +210,25 @@ def _flag(field: str, value: object) -> bool:
     return bool(value)
 
 
-def _patterns(field: str, data: Mapping[str, Any]) -> dict[str, Any]:
+def _patterns(
+    field: str, data: Mapping[str, Any], check: Callable[[str, object], V]
+) -> Patterns[V]:
     value = data.get(field) or {}
     if not isinstance(value, dict):
         raise _wrong(field, "an object", value)
-    for key in value:
-        try:
-            re.compile(rf"(.*\.)?({key})$")
-        except re.error as error:
-            raise _wrong(field, f"regular expressions as keys ({error})", key) from None
-    return value
+    checked = {key: check(f"{field}[{shown(key)}]", item) for key, item in value.items()}
+    try:
+        return compile_patterns(checked)
+    except RegexError as error:
+        raise unsupported(
+            CONFIG_FILE,
+            f"{field}: the regular expression {shown_name(error.key)} cannot be read: {error}",
+            field=f"{field}[{shown(error.key)}]",
+        ) from None
+
+
+def _found(field: str, patterns: Patterns[V], module: str, steps: Steps) -> V | None:
+    try:
+        return patterns.find(module, steps)
+    except RegexError as error:
+        raise unsupported(CONFIG_FILE, f"{field} {error}", field=field) from None

@@ -1,24 +1,35 @@
 """From an adapter's modules to the base's sites: names, shapes, ranks, scales.
 
 A module is found among the original linears that the sites were fused from, or it is a whole fused
-site whose adapter is split over the site's parts (A shared, B by rows).
+site whose adapter is split over the site's parts (A shared, B by rows). It reads headers only: the
+weights' values are for `adapter`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from lorafleet.adapters.checkpoint import Factor
 from lorafleet.adapters.config import LoraConfig
-from lorafleet.core.errors import InvalidAdapter, Unsupported
+from lorafleet.adapters.faults import shown, shown_name
+from lorafleet.adapters.regex import Steps
+from lorafleet.core.errors import InvalidInput
 from lorafleet.core.model import BaseModel, SitePart
 
 MAX_RANK = 256
-"""The largest rank accepted, for any one module."""
+"""The largest rank accepted for any one module, unless another limit is given."""
+
+FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+"""Scales are applied in float32: beyond these they are infinite, or switch the adapter off."""
+
+# What matching patterns may cost: some seconds at the very worst. A key for each of 600 modules
+# (EVA) costs a tenth of it.
+_MATCH_STEPS = 10_000_000
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+_UNADAPTED = frozenset("embed_tokens lm_head wte word_embeddings embed_in embed_out".split())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +58,9 @@ class AdaptedModule:
     targets: tuple[Target, ...]
 
 
-def place(config: LoraConfig, factors: Iterable[Factor], base: BaseModel) -> list[AdaptedModule]:
+def place(
+    config: LoraConfig, factors: Iterable[Factor], base: BaseModel, *, max_rank: int = MAX_RANK
+) -> list[AdaptedModule]:
     """Check every factor against the base and say where it goes, in the order of the sites.
 
     Raises
@@ -55,7 +68,7 @@ def place(config: LoraConfig, factors: Iterable[Factor], base: BaseModel) -> lis
     InvalidAdapter
         A tensor maps to no site, has no partner, or has the wrong shape (both shapes are named).
     Unsupported
-        A dtype or a rank beyond what is served.
+        A layer, a dtype or a rank that is not served.
     """
     directory = _Directory(base)
     pairs: dict[str, dict[str, Factor]] = {}
@@ -63,14 +76,17 @@ def place(config: LoraConfig, factors: Iterable[Factor], base: BaseModel) -> lis
         source = directory.find(factor)
         twin = pairs.setdefault(source, {}).setdefault(factor.kind, factor)
         if twin is not factor:
-            raise _at(factor, f"{twin.tensor!r} is for the same module")
-    modules = [_module(source, pair, config, directory) for source, pair in sorted(pairs.items())]
+            raise factor.invalid(f"is for the same module as {shown_name(twin.tensor)}")
+    rules = _Rules(config, max_rank)
+    modules = [_module(source, pair, rules, directory) for source, pair in sorted(pairs.items())]
     seen: dict[tuple[int, int], AdaptedModule] = {}
     for module in modules:
         for target in module.targets:
             other = seen.setdefault((target.site, target.part), module)
             if other is not module:
-                raise _at(module.a, f"adapts a layer that {other.a.tensor!r} adapts as well")
+                raise module.a.invalid(
+                    f"adapts a layer that {shown_name(other.a.tensor)} adapts as well"
+                )
     return sorted(modules, key=lambda module: module.targets[0].site)
 
 
@@ -90,11 +106,7 @@ class _Directory:
         for name in _spellings(factor.module):
             if name in self.parts or name in self.fused:
                 return name
-        raise _at(
-            factor,
-            f"maps to no adaptable layer of base model {self.base.name!r}: there is no "
-            f"{factor.module!r}",
-        )
+        raise self._not_found(factor)
 
     def targets(self, source: str) -> tuple[Target, ...]:
         if source in self.parts:
@@ -114,6 +126,19 @@ class _Directory:
         site = self.base.sites[self.fused[source]]
         return site.out_features, site.in_features
 
+    def _not_found(self, factor: Factor) -> InvalidInput:
+        if not self.base.sites:
+            return factor.unsupported(
+                f"cannot be served: base model {self.base.name!r} was compiled without LoRA; "
+                "compile it with --lora"
+            )
+        if factor.module.rsplit(".", 1)[-1] in _UNADAPTED:
+            return factor.unsupported("is LoRA on an embedding or the head, which is not supported")
+        return factor.invalid(
+            f"maps to no adaptable layer of base model {self.base.name!r}: there is no "
+            f"{shown_name(factor.module)}"
+        )
+
 
 def _spellings(module: str) -> Iterator[str]:
     """A module's path, and the paths it has in classes that nest the language model otherwise."""
@@ -124,27 +149,59 @@ def _spellings(module: str) -> Iterator[str]:
     yield plain.removeprefix("model.")
 
 
+class _Rules:
+    """Rank, alpha and scale of modules, by an adapter's config and this system's limits."""
+
+    def __init__(self, config: LoraConfig, max_rank: int) -> None:
+        self._config = config
+        self._max_rank = max_rank
+        self._steps = Steps(_MATCH_STEPS)
+
+    def apply(self, source: str, a: Factor, b: Factor) -> tuple[int, float, float]:
+        """(rank, alpha, scale) of a module."""
+        rank, alpha = self._numbers(source, a, b)
+        if rank > self._max_rank:
+            raise a.unsupported(f"has rank {rank}; the limit is {self._max_rank}")
+        scale = self._config.scale(rank, alpha)
+        if scale != 0 and not FLOAT32_MIN <= abs(scale) <= FLOAT32_MAX:
+            raise a.invalid(f"has the scale {scale:g}, which is out of float32's range")
+        return rank, alpha, scale
+
+    def _numbers(self, source: str, a: Factor, b: Factor) -> tuple[int, float]:
+        # PEFT matches patterns with the path in its own model, which the file shows. Where the
+        # base's path would give other numbers, a tool has renamed one and not the other.
+        config, steps = self._config, self._steps
+        found = {
+            path: (config.rank_of(path, steps), config.alpha_of(path, steps))
+            for path in dict.fromkeys((a.module, b.module, source))
+        }
+        if len(set(found.values())) > 1:
+            each = "; ".join(
+                f"rank {rank} and alpha {alpha:g} as {shown_name(path)}"
+                for path, (rank, alpha) in found.items()
+            )
+            raise a.invalid(
+                f"is ambiguous: by rank_pattern and alpha_pattern its module has {each}"
+            )
+        return found[a.module]
+
+
 def _module(
-    source: str, pair: dict[str, Factor], config: LoraConfig, directory: _Directory
+    source: str, pair: dict[str, Factor], rules: _Rules, directory: _Directory
 ) -> AdaptedModule:
     for kind, partner in (("A", "B"), ("B", "A")):
         if kind not in pair:
-            raise _at(pair[partner], f"has no lora_{kind} beside it")
+            raise pair[partner].invalid(f"has no lora_{kind} beside it")
     a, b = pair["A"], pair["B"]
-    rank = config.rank_of(a.module)
+    rank, alpha, scale = rules.apply(source, a, b)
     out_features, in_features = directory.shape(source)
     _check_shape(a, (rank, in_features), source)
     _check_shape(b, (out_features, rank), source)
-    if rank > MAX_RANK:
-        raise _refuse(a, f"has rank {rank}; the limit is {MAX_RANK}")
     dtypes = {_dtype(a), _dtype(b)}
-    scale = config.scale_of(a.module)
-    if not math.isfinite(scale):
-        raise _at(a, f"has a scale that is not finite: {scale}")
     return AdaptedModule(
         source=source,
         rank=rank,
-        alpha=config.alpha_of(a.module),
+        alpha=alpha,
         scale=scale,
         in_features=in_features,
         out_features=out_features,
@@ -156,29 +213,14 @@ def _module(
 
 
 def _check_shape(factor: Factor, expected: tuple[int, int], source: str) -> None:
-    _, shape = factor.file.info(factor.tensor)
-    if shape != expected:
-        raise _at(
-            factor,
-            f"has shape {list(shape)}, expected {list(expected)} for {source} "
-            f"(the rank is adapter_config.json's r and rank_pattern)",
+    if factor.shape != expected:
+        raise factor.invalid(
+            f"has shape {shown(list(factor.shape))}, expected {list(expected)} for {source} "
+            f"(the rank is adapter_config.json's r and rank_pattern)"
         )
 
 
 def _dtype(factor: Factor) -> str:
-    dtype, _ = factor.file.info(factor.tensor)
-    if dtype not in _DTYPES:
-        raise _refuse(factor, f"has dtype {dtype}; expected F32, BF16 or F16")
-    return _DTYPES[dtype]
-
-
-def _at(factor: Factor, what: str) -> InvalidAdapter:
-    file = factor.file.path.name
-    return InvalidAdapter(
-        f"{file}: tensor {factor.tensor!r} {what}", file=file, tensor=factor.tensor
-    )
-
-
-def _refuse(factor: Factor, what: str) -> Unsupported:
-    file = factor.file.path.name
-    return Unsupported(f"{file}: tensor {factor.tensor!r} {what}", file=file, tensor=factor.tensor)
+    if factor.dtype not in _DTYPES:
+        raise factor.unsupported(f"has dtype {factor.dtype}; expected F32, BF16 or F16")
+    return _DTYPES[factor.dtype]

@@ -105,8 +105,9 @@ def test_c03_modules_to_save_is_refused_in_the_config(tmp_path: Path) -> None:
 )
 def test_c05_tensors_are_the_truth_about_targets(tmp_path: Path, targets: Any) -> None:
     config = {"target_modules": targets, "exclude_modules": ["k_proj"]}
-    adapter = load_adapter(write_adapter(tmp_path, config=config), BASE)
+    adapter = load_adapter(write_adapter(tmp_path / "a", config=config), BASE)
     assert adapter.target_modules == ("q_proj", "v_proj")
+    assert adapter.version == load_adapter(write_adapter(tmp_path / "b"), BASE).version
 
 
 def test_c06_empty_options_of_newer_trainers_are_accepted(tmp_path: Path) -> None:
