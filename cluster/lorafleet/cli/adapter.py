@@ -98,7 +98,9 @@ def show(name: NameArgument, admin: AdminOption = None, json: JsonOption = False
             str(version.max_rank),
             version.dtype,
             f"{version.weights_bytes / 2**20:.1f} MiB",
-            ", ".join(sorted(a for a, target in record.aliases.items() if target == version.id)),
+            ", ".join(
+                sorted(a for a, target in record.aliases.items() if version.id in target.versions)
+            ),
         )
     out.print(table)
 
@@ -183,6 +185,6 @@ def inspect(
 def _record(record: Any) -> dict[str, Any]:
     return {
         "name": record.name,
-        "aliases": dict(record.aliases),
+        "aliases": {alias: asdict(target) for alias, target in record.aliases.items()},
         "versions": [asdict(version) for version in record.versions],
     }

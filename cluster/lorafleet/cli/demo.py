@@ -84,7 +84,6 @@ def _show(
     with StopSignals() as signals:
 
         def report(line: str) -> None:
-            signals.claim()
             if line == STOPPING:
                 signals.hold()
             err.print(f"[dim]{time.monotonic() - began_s:5.1f} s  {line}[/dim]")

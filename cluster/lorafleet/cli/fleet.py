@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json as jsonlib
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
     from lorafleet.fleet import FleetOptions, FleetState
 
 _DETACH_TIMEOUT_S = 600.0
-_DOWN_TIMEOUT_S = 90.0
+_DOWN_TIMEOUT_S = 180.0
 _LOOK_S = 0.5
 _POLL_S = 0.1
 
@@ -140,22 +138,21 @@ def _run(options: FleetOptions, json: bool) -> None:
     with StopSignals() as signals:
 
         def report(line: str) -> None:
-            signals.claim()
             if line == STOPPING:
                 signals.hold()
             err.print(f"[dim]·[/dim] {line}")
 
         supervisor = Supervisor(options, report=report)
+        served = False
         try:
             _print_state(supervisor.start(), json)
-        except (KeyboardInterrupt, SystemExit):
-            raise KeyboardInterrupt from None  # not served, so not a success
-        try:
+            served = True
             while True:
                 time.sleep(_LOOK_S)
                 supervisor.watch()
         except KeyboardInterrupt:
-            pass
+            if not served:
+                raise
         finally:
             supervisor.stop()
 
@@ -210,31 +207,22 @@ def _failure(result: Path, log: Path) -> LorafleetError:
 
 def _stop(pid: int) -> None:
     """Ask a supervisor to stop its fleet, and wait until it has."""
-    from lorafleet.fleet.state import FleetLock
+    import psutil
+
+    from lorafleet.fleet.processes import runs
 
     try:
-        os.kill(pid, signal.SIGTERM)
-    except PermissionError as error:
-        raise Conflict(f"the fleet (process {pid}) is another user's") from error
-    except ProcessLookupError:
+        supervisor = psutil.Process(pid)
+        supervisor.terminate()
+    except psutil.NoSuchProcess:
         return
+    except psutil.AccessDenied as error:
+        raise Conflict(f"the fleet (process {pid}) is another user's") from error
     deadline_s = time.monotonic() + _DOWN_TIMEOUT_S
-    while _exists(pid):
-        holder = FleetLock.holder()
-        if holder is not None and holder.pid != pid:
-            return
+    while runs(supervisor):
         if time.monotonic() > deadline_s:
             raise Internal(f"process {pid} does not stop; see {home.logs_dir()}")
         time.sleep(_POLL_S)
-
-
-def _exists(pid: int) -> bool:
-    import psutil
-
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _last_line(log: Path) -> str:

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lorafleet.cli.output import GatewayOption, JsonOption, err, out, print_json
+from lorafleet.cli.output import (
+    GatewayOption,
+    JsonOption,
+    err,
+    out,
+    print_json,
+    print_json_line,
+)
+
+if TYPE_CHECKING:
+    from lorafleet.sdk import Event
 
 AdapterOption = Annotated[
     str,
@@ -33,12 +45,21 @@ def generate(
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
     seed: SeedOption = None,
+    stream: Annotated[
+        bool | None,
+        typer.Option(
+            "--stream/--no-stream",
+            help="Show tokens as they come: text does so unless told not to, --json then prints "
+            "one object a line for each event.",
+        ),
+    ] = None,
     gateway: GatewayOption = None,
     json: JsonOption = False,
 ) -> None:
     """Generate text, streamed as it comes.
 
-    Example: `lorafleet generate "What is the capital of Spain?" --adapter pirate --chat`
+    Examples: `lorafleet generate "Once upon a time" --temperature 0.8 --seed 1`;
+    `lorafleet generate "What is the capital of Spain?" --adapter pirate --chat --json`
     """
     from lorafleet.sdk import Client, Sampling
     from lorafleet.sdk.client import collect
@@ -55,8 +76,13 @@ def generate(
             if chat
             else client.generate(prompt, adapter=adapter, sampling=sampling)
         )
-        if json:
+        if json and stream:
+            for event in events:
+                print_json_line({"event": type(event).__name__.lower(), **asdict(event)})
+        elif json:
             print_json(collect(events).to_dict())
+        elif stream is False:
+            out.print(collect(events).text, markup=False)
         else:
             _print_stream(events)
 
@@ -68,7 +94,10 @@ def chat(
     temperature: TemperatureOption = 0.0,
     gateway: GatewayOption = None,
 ) -> None:
-    """Talk to a model; an empty line or Ctrl-D ends it."""
+    """Talk to a model; Ctrl-C cuts an answer short, an empty line or Ctrl-D ends the talk.
+
+    Example: `lorafleet chat --adapter pirate --system "You are brief."`
+    """
     from lorafleet.sdk import Client, Sampling
 
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature)
@@ -83,20 +112,24 @@ def chat(
                 return
             turns.append(("user", line))
             events = client.chat_stream(turns, adapter=adapter, sampling=sampling)
-            turns.append(("assistant", _print_stream(events)))
+            turns.append(("assistant", _print_stream(events, cut_by_ctrl_c=True)))
 
 
-def _print_stream(events: object) -> str:
+def _print_stream(events: Iterator[Event], *, cut_by_ctrl_c: bool = False) -> str:
     """Print text as it comes and, after it, who served it; return the text."""
     from lorafleet.sdk import Delta, Started
 
     text, started = "", None
-    for event in events:  # type: ignore[attr-defined]
-        if isinstance(event, Started):
-            started = event
-        elif isinstance(event, Delta):
-            text += event.text
-            out.print(event.text, end="", markup=False)
+    try:
+        for event in events:
+            if isinstance(event, Started):
+                started = event
+            elif isinstance(event, Delta):
+                text += event.text
+                out.print(event.text, end="", markup=False)
+    except KeyboardInterrupt:
+        if not cut_by_ctrl_c:
+            raise
     out.print()
     if started is not None:
         where = "resident" if started.resident else "loaded for this request"

@@ -53,6 +53,11 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=False))
 
 
+def print_json_line(value: Any) -> None:
+    """One JSON document on one line, at once."""
+    print(json.dumps(value, ensure_ascii=False), flush=True)
+
+
 def run_command(app: Callable[[], None]) -> None:
     """Run the command line; turn errors into a line and an exit code."""
     try:

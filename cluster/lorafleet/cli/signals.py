@@ -21,8 +21,8 @@ class StopSignals:
         self._held = False
 
     def __enter__(self) -> StopSignals:
-        self._before = {number: signal.getsignal(number) for number in _SIGNALS}
-        self.claim()
+        for number in _SIGNALS:
+            self._before[number] = signal.signal(number, self._interrupt)
         return self
 
     def __exit__(
@@ -36,15 +36,9 @@ class StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def claim(self) -> None:
-        """Take the signals again: Ray takes SIGTERM for itself, and makes it SystemExit."""
-        for number in _SIGNALS:
-            signal.signal(number, self._interrupt)
-
     def hold(self) -> None:
         """From here on no signal interrupts."""
         self._held = True
-        self.claim()
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if not self._held:

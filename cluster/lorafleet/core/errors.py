@@ -6,6 +6,8 @@
     │   └── Unsupported       a feature is refused by name             INVALID_ARGUMENT   never
     ├── NotFound              a name or version does not exist         NOT_FOUND          never
     ├── AlreadyExists         the name is taken                        ALREADY_EXISTS     never
+    ├── Unauthenticated       no key, or one that is not valid         UNAUTHENTICATED    never
+    ├── Forbidden             the key does not allow it                PERMISSION_DENIED  never
     ├── Conflict              the state does not allow it now          FAILED_PRECONDITION after change
     ├── Exhausted             no room now                              RESOURCE_EXHAUSTED same replica
     ├── Unavailable           this process cannot serve now            UNAVAILABLE        other replica
@@ -73,6 +75,18 @@ class AlreadyExists(LorafleetError):
     """Another thing has the name."""
 
     code = "ALREADY_EXISTS"
+
+
+class Unauthenticated(LorafleetError):
+    """The call carries no API key, or one that is unknown, revoked or expired."""
+
+    code = "UNAUTHENTICATED"
+
+
+class Forbidden(LorafleetError):
+    """The caller's key does not allow the operation."""
+
+    code = "PERMISSION_DENIED"
 
 
 class Conflict(LorafleetError):

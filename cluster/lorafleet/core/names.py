@@ -104,3 +104,9 @@ def parse_ref(text: str) -> AdapterRef | None:
             field="adapter",
         )
     return AdapterRef(name=name, alias=selector)
+
+
+def tenant_of(name: str) -> str:
+    """The tenant of a canonical name."""
+    tenant, slash, _ = name.partition("/")
+    return tenant if slash else DEFAULT_TENANT

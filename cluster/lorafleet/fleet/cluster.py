@@ -15,9 +15,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from lorafleet.core.errors import Internal, LorafleetError
 from lorafleet.core.log import get_logger
-from lorafleet.fleet.processes import end, using
+from lorafleet.fleet.processes import end, runs, using
 
 _OBJECT_STORE_BYTES = 128 << 20  # no request passes through Ray's object store
 
@@ -25,6 +27,8 @@ _OBJECT_STORE_BYTES = 128 << 20  # no request passes through Ray's object store
 _LONGEST_TEMPORARY = 20
 
 _START_TRIES = 2
+
+_VITAL = ("gcs_server", "raylet")
 
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -54,9 +58,15 @@ class LocalCluster:
         self._folder = _folder(name)
         self._running = False
         self._deployed = False
+        self._vital: list[psutil.Process] = []
+
+    @property
+    def alive(self) -> bool:
+        """Whether Ray's own processes run; without one of them nothing looks after the replicas."""
+        return self._running and all(runs(process) for process in self._vital)
 
     def start(self) -> None:
-        """Start Ray; takes the SIGTERM handler of this process for itself.
+        """Start Ray, which takes the SIGTERM handler of this process for itself.
 
         Raises
         ------
@@ -78,6 +88,7 @@ class LocalCluster:
                     logging_level="error",
                     _temp_dir=str(self._folder),
                 )
+                self._vital = [p for p in psutil.Process().children() if p.name() in _VITAL]
                 return
             except Exception as error:
                 if attempt == _START_TRIES:
@@ -114,7 +125,7 @@ class LocalCluster:
         except LorafleetError:
             raise
         except Exception as error:
-            raise Internal(f"the replicas do not start: {_cause(error)}") from error
+            raise Internal(_cause(error)) from error
 
     def stop(self) -> None:
         """Let the replicas drain, end Ray, and remove its files. Does nothing when stopped."""
@@ -122,9 +133,9 @@ class LocalCluster:
             return
         import ray
 
-        if self._deployed:
-            self._deployed = False
+        if self._deployed and self.alive:
             self._drain()
+        self._deployed = False
         ray.shutdown()
         self._running = False
         left = self.clear()

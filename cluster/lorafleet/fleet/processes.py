@@ -39,29 +39,41 @@ _log = get_logger(__name__)
 
 
 class Part:
-    """A process of ours that writes its address to a file once it serves.
+    """A process of ours that writes a file once it serves: `python -m lorafleet.<module>`.
 
     Parameters
     ----------
     name : str
-        `python -m lorafleet.<name>` is run.
-    listen : str
-        `host:port`; a picked port is kept when the part is started again.
-    arguments : list of str
-        Beside `--listen`, `--address-file` and `--log-file`.
-    run_dir, logs_dir : Path
-        For the address file, and for the log and what it says on standard error.
+        Names its files in `logs_dir`: its log, and what it says on standard error.
+    module : str
+        Below `lorafleet`.
+    arguments : callable
+        Gives its command line, beside `--log-file`, at each start.
+    ready_file : Path
+        What it writes.
+    logs_dir : Path
+        For its log.
+    stop_timeout_s : float
+        How long it may take to end.
     """
 
     def __init__(
-        self, name: str, listen: str, arguments: list[str], *, run_dir: Path, logs_dir: Path
+        self,
+        name: str,
+        module: str,
+        *,
+        arguments: Callable[[], list[str]],
+        ready_file: Path,
+        logs_dir: Path,
+        stop_timeout_s: float = _STOP_TIMEOUT_S,
     ) -> None:
         self.name = name
         self.log_file = logs_dir / f"{name}.log"
-        self._listen = listen
+        self._module = f"lorafleet.{module}"
         self._arguments = arguments
-        self._address_file = run_dir / f"{name}.address"
+        self._ready_file = ready_file
         self._errors = logs_dir / f"{name}.stderr"
+        self._stop_timeout_s = stop_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._started_s = 0.0
         self._pause_s = _FIRST_PAUSE_S
@@ -73,13 +85,10 @@ class Part:
 
     def start(self) -> None:
         """Start the process; does not wait for it."""
-        self._address_file.unlink(missing_ok=True)
+        self._ready_file.unlink(missing_ok=True)
         command = [
-            *(sys.executable, "-m", f"lorafleet.{self.name}"),
-            f"--listen={self._listen}",
-            f"--address-file={self._address_file}",
-            f"--log-file={self.log_file}",
-            *self._arguments,
+            *(sys.executable, "-m", self._module, f"--log-file={self.log_file}"),
+            *self._arguments(),
         ]
         with self._errors.open("wb") as errors:
             self._process = subprocess.Popen(
@@ -92,8 +101,15 @@ class Part:
             )
         self._started_s = time.monotonic()
 
+    def serves(self) -> str | None:
+        """What it wrote once it served; None before that."""
+        try:
+            return self._ready_file.read_text().strip()
+        except OSError:
+            return None
+
     def wait(self, deadline_s: float) -> str:
-        """Return its address once it serves.
+        """Return what it wrote once it serves.
 
         Raises
         ------
@@ -102,10 +118,9 @@ class Part:
         """
         while time.monotonic() < deadline_s:
             self.check()
-            with contextlib.suppress(OSError):
-                # From now on it comes back where clients know it to be.
-                self._listen = self._address_file.read_text().strip()
-                return self._listen
+            said = self.serves()
+            if said is not None:
+                return said
             time.sleep(_POLL_S)
         raise Internal(
             f"{self.name} does not start; {self.log_file} ends with:\n{tail(self.log_file)}"
@@ -146,7 +161,7 @@ class Part:
             return
         process.terminate()
         try:
-            process.wait(_STOP_TIMEOUT_S)
+            process.wait(self._stop_timeout_s)
         except subprocess.TimeoutExpired:
             _log.warning("part does not stop; killing it", part=self.name)
             process.kill()
@@ -189,12 +204,21 @@ def end(find: Callable[[], list[psutil.Process]], timeout_s: float = _END_TIMEOU
     for process in found:
         with contextlib.suppress(psutil.Error):
             process.terminate()
-    if found:
-        psutil.wait_procs(found, timeout=timeout_s)
-        for process in find():  # also what they started meanwhile
-            with contextlib.suppress(psutil.Error):
-                process.kill()
+    deadline_s = time.monotonic() + timeout_s
+    while any(runs(process) for process in found) and time.monotonic() < deadline_s:
+        time.sleep(_POLL_S)
+    for process in find() if found else ():  # also what they started meanwhile
+        with contextlib.suppress(psutil.Error):
+            process.kill()
     return len(found)
+
+
+def runs(process: psutil.Process) -> bool:
+    """Whether a process is there and not a zombie, which nobody may ever reap in a container."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _find(wanted: Callable[[psutil.Process], bool]) -> list[psutil.Process]:

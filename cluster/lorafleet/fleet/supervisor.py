@@ -7,6 +7,7 @@ its own file in the home's `logs`. How a part is run is known by `processes` and
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import time
@@ -32,7 +33,9 @@ from lorafleet.wire.channel import open_sync_channel
 STOPPING = "stopping"
 """What is reported as the parts begin to be stopped; from there on nothing should interrupt."""
 
-_START_TIMEOUT_S = 120.0
+# What cannot start says so by itself; this is for what hangs, on a machine however loaded.
+_START_TIMEOUT_S = 300.0
+_DRAIN_TIMEOUT_S = 60.0
 _POLL_S = 0.05
 
 _log = get_logger(__name__)
@@ -80,7 +83,7 @@ class Supervisor:
         self._mark = uuid.uuid4().hex
         self._lock = FleetLock()
         self._redis = EmbeddedRedis(home.redis_dir())
-        self._cluster = LocalCluster(self._mark)
+        self._listen = {"registry": options.admin, "gateway": options.gateway}
         self._parts: tuple[Part, ...] = ()
         self._state: FleetState | None = None
         self._exit = contextlib.ExitStack()
@@ -134,8 +137,8 @@ class Supervisor:
                 self._publish()
 
     def _start(self) -> FleetState:
-        options, logs = self._options, home.logs_dir()
-        logs.mkdir(parents=True, exist_ok=True)
+        options = self._options
+        home.logs_dir().mkdir(parents=True, exist_ok=True)
         deadline_s = time.monotonic() + _START_TIMEOUT_S
         self._exit.callback(self._end_rest)
 
@@ -143,32 +146,27 @@ class Supervisor:
         self._exit.callback(self._redis.stop)
         redis_url = self._redis.start()
 
-        self._stage("starting the registry and the gateway")
+        self._stage("starting the registry, the gateway and Ray")
         common = [f"--redis={redis_url}", f"--model-dir={options.model_dir}"]
         blobs = f"--blobs={home.blobs_dir()}"
-        registry = self._launch("registry", options.admin, [*common, blobs])
-        gateway = self._launch("gateway", options.gateway, common)
+        registry = self._launch_server("registry", [*common, blobs])
+        replicas = self._launch_replicas(redis_url)
+        # Last, so that it is stopped first: the front door closes before what is behind it.
+        gateway = self._launch_server("gateway", common)
+        for part in (registry, gateway):
+            self._listen[part.name] = part.wait(deadline_s)
 
-        self._stage("starting Ray")
-        self._exit.callback(self._cluster.stop)
-        self._cluster.start()
-        admin_address, gateway_address = registry.wait(deadline_s), gateway.wait(deadline_s)
-
-        self._stage(f"loading {options.replicas} replicas")
-        self._cluster.deploy(self._replica_arguments(redis_url))
-        # The front door closes before what is behind it; its own entry then finds it stopped.
-        self._exit.callback(gateway.stop)
-
-        self._stage("waiting for the gateway to know them")
-        self._wait_ready(gateway_address, time.monotonic() + _START_TIMEOUT_S)
+        self._stage(f"loading {_replicas(options.replicas)}")
+        self._wait_known(deadline_s)
+        replicas.wait(deadline_s)
         self._exit.callback(FleetState.remove)
         self._state = FleetState(
             pid=os.getpid(),
-            gateway=gateway_address,
-            admin=admin_address,
+            gateway=self._listen["gateway"],
+            admin=self._listen["registry"],
             redis=redis_url,
             model_dir=str(options.model_dir),
-            logs_dir=str(logs),
+            logs_dir=str(home.logs_dir()),
             replicas=options.replicas,
         )
         state = self._publish()
@@ -179,17 +177,29 @@ class Supervisor:
         _log.info("stage", stage=line)
         self._report(line)
 
-    def _launch(self, name: str, listen: str, arguments: list[str]) -> Part:
-        part = Part(name, listen, arguments, run_dir=home.run_dir(), logs_dir=home.logs_dir())
+    def _launch(self, part: Part) -> Part:
         self._exit.callback(part.stop)
         part.start()
         self._parts += (part,)
         return part
 
-    def _replica_arguments(self, redis_url: str) -> dict[str, Any]:
+    def _launch_server(self, name: str, arguments: list[str]) -> Part:
+        """Start a part that listens; started again, it comes back where clients know it to be."""
+        address_file = home.run_dir() / f"{name}.address"
+        arguments = [*arguments, f"--address-file={address_file}"]
+        part = Part(
+            name,
+            name,
+            arguments=lambda: [f"--listen={self._listen[name]}", *arguments],
+            ready_file=address_file,
+            logs_dir=home.logs_dir(),
+        )
+        return self._launch(part)
+
+    def _launch_replicas(self, redis_url: str) -> Part:
         options = self._options
         cores = len(os.sched_getaffinity(0))
-        return {
+        app = {
             "model_dir": str(options.model_dir),
             "blobs_dir": str(home.blobs_dir()),
             "redis_url": redis_url,
@@ -201,6 +211,18 @@ class Supervisor:
             "logs_dir": str(home.logs_dir()),
             "engine": options.engine,
         }
+        ready_file = home.run_dir() / "replicas.ready"
+        arguments = [f"--name={self._mark}", f"--app={json.dumps(app)}"]
+        part = Part(
+            "replicas",
+            "fleet",
+            arguments=lambda: [*arguments, f"--ready-file={ready_file}"],
+            ready_file=ready_file,
+            logs_dir=home.logs_dir(),
+            stop_timeout_s=_DRAIN_TIMEOUT_S,
+        )
+        self._exit.callback(LocalCluster(self._mark).clear)
+        return self._launch(part)
 
     def _publish(self) -> FleetState:
         """Write the state with the processes of now."""
@@ -212,23 +234,25 @@ class Supervisor:
         self._state.write()
         return self._state
 
-    def _wait_ready(self, address: str, deadline_s: float) -> None:
+    def _wait_known(self, deadline_s: float) -> None:
         """Wait until the gateway has heard from every replica."""
-        known = 0
-        with open_sync_channel(address) as channel:
+        known, wanted = 0, self._options.replicas
+        with open_sync_channel(self._listen["gateway"]) as channel:
             fleet: Any = fleet_pb2_grpc.FleetStub(channel)  # type: ignore[no-untyped-call]
             while time.monotonic() < deadline_s:
                 for part in self._parts:
                     part.check()
                 with contextlib.suppress(grpc.RpcError):
                     status = fleet.GetStatus(fleet_pb2.GetStatusRequest(), timeout=1)
-                    known = sum(replica.connected for replica in status.replicas)
-                    if known >= self._options.replicas and status.registry_connected:
+                    before, known = known, sum(r.connected for r in status.replicas)
+                    if known >= wanted and status.registry_connected:
                         return
+                    if known > before:
+                        self._stage(f"{known} of {_replicas(wanted)} loaded")
                 time.sleep(_POLL_S)
         raise Internal(
-            f"the gateway knows {known} of {self._options.replicas} replicas after "
-            f"{_START_TIMEOUT_S:.0f} s; see {home.logs_dir()}"
+            f"the gateway knows {known} of {_replicas(wanted)} after {_START_TIMEOUT_S:.0f} s; see "
+            f"{home.logs_dir()}"
         )
 
     def _end_rest(self) -> None:
@@ -240,13 +264,17 @@ class Supervisor:
 
 def end_left(holder: Holder) -> int:
     """End what a killed supervisor has left in this home; returns how many processes that were."""
-    left = end(lambda: marked(holder.mark)) + LocalCluster(holder.mark).clear()
+    left = end(lambda: marked(holder.mark), _DRAIN_TIMEOUT_S) + LocalCluster(holder.mark).clear()
     if home.redis_dir().exists():
         # Whoever starts a Redis there takes the place of one whose owner has died.
         with EmbeddedRedis(home.redis_dir()):
             pass
     FleetState.remove()
     return left
+
+
+def _replicas(count: int) -> str:
+    return f"{count} replica" + ("s" if count != 1 else "")
 
 
 def _check_free(address: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, cast
 from lorafleet.core.errors import AlreadyExists, Conflict, NotFound
 from lorafleet.core.manifest import VersionManifest
 from lorafleet.core.names import LATEST
-from lorafleet.core.record import AdapterRecord
+from lorafleet.core.record import AdapterRecord, Target
 from lorafleet.registry import scripts
 from lorafleet.registry.leases import Leases
 from lorafleet.registry.link import LinkOptions, RedisLink, key
@@ -298,12 +298,12 @@ def _follow(cursor: Cursor, entries: Sequence[tuple[bytes, _Hash]]) -> Changes:
 
 def _record(name: str, data: _Hash) -> AdapterRecord | None:
     """Decode an adapter's hash; None when it is empty, that is, when the adapter does not exist."""
-    aliases: dict[str, str] = {}
+    aliases: dict[str, Target] = {}
     versions: list[tuple[int, VersionManifest]] = []
     for field, value in data.items():
         kind, _, label = field.decode().partition(":")
         if kind == "alias":
-            aliases[label] = value.decode()
+            aliases[label] = Target.to(value.decode())
         elif kind == "version":
             generation, _, text = value.partition(b" ")
             versions.append((int(generation), VersionManifest.from_json(text)))

@@ -36,8 +36,8 @@ _log = get_logger(__name__)
 _BY_CODE: dict[str, type[LorafleetError]] = {
     "INVALID_ARGUMENT": errors.InvalidInput,
     "OUT_OF_RANGE": errors.InvalidInput,
-    "UNAUTHENTICATED": errors.InvalidInput,
-    "PERMISSION_DENIED": errors.InvalidInput,
+    "UNAUTHENTICATED": errors.Unauthenticated,
+    "PERMISSION_DENIED": errors.Forbidden,
     "UNIMPLEMENTED": errors.Unsupported,
     "NOT_FOUND": errors.NotFound,
     "ALREADY_EXISTS": errors.AlreadyExists,
