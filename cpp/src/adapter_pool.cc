@@ -5,6 +5,8 @@
 #include <cstring>
 #include <utility>
 
+#include "lorafleet/lora_add.h"
+
 namespace lorafleet {
 namespace {
 
@@ -103,6 +105,25 @@ Expected<std::vector<std::string>> AdapterPool::Reserve(const std::string& versi
 
 Status AdapterPool::Write(const std::string& version, int64_t site, int64_t part, const float* a,
                           const float* b_t, int64_t rank) {
+  if (Status status = CheckPart(site, part); !status.ok()) return status;
+  const Expected<std::vector<int32_t>> pages = EnterWriting(version);
+  if (!pages.ok()) return pages.error();
+  Status status = CopyRows(site, part, pages.value(), a, b_t, rank);
+  LeaveWriting(version);
+  return status;
+}
+
+Status AdapterPool::WriteAffine(const std::string& version, int64_t site, int64_t part,
+                                const float* gain, const float* shift) {
+  if (Status status = CheckPart(site, part); !status.ok()) return status;
+  const Expected<std::vector<int32_t>> pages = EnterWriting(version);
+  if (!pages.ok()) return pages.error();
+  Status status = CopyAffine(site, part, pages.value().back(), gain, shift);
+  LeaveWriting(version);
+  return status;
+}
+
+Status AdapterPool::CheckPart(int64_t site, int64_t part) const {
   if (site < 0 || site >= static_cast<int64_t>(sites_.size())) {
     return PoolError(ErrorKind::kInvalidInput, "no site " + std::to_string(site));
   }
@@ -110,39 +131,45 @@ Status AdapterPool::Write(const std::string& version, int64_t site, int64_t part
     return PoolError(ErrorKind::kInvalidInput,
                      "site " + std::to_string(site) + " has no part " + std::to_string(part));
   }
-  std::vector<int32_t> pages;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    Entry* entry = FindLoading(version);
-    if (entry == nullptr) return PoolError(ErrorKind::kConflict, version + " is not loading");
-    if (rank < 0 || rank > static_cast<int64_t>(entry->pages.size()) * page_rows_) {
-      return PoolError(ErrorKind::kInvalidInput,
-                       "rank " + std::to_string(rank) + " does not fit into " +
-                           std::to_string(entry->pages.size()) + " pages of " +
-                           std::to_string(page_rows_) + " rows");
-    }
-    ++entry->num_writers;
-    pages = entry->pages;
-  }
-  CopyRows(site, part, pages, a, b_t, rank);
+  return Status();
+}
+
+Expected<std::vector<int32_t>> AdapterPool::EnterWriting(const std::string& version) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Entry* entry = FindLoading(version);
+  if (entry == nullptr) return PoolError(ErrorKind::kConflict, version + " is not loading");
+  ++entry->num_writers;
+  return entry->pages;
+}
+
+void AdapterPool::LeaveWriting(const std::string& version) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     --FindLoading(version)->num_writers;  // still there: Commit and Abort wait for us
   }
   writer_left_.notify_all();
-  return Status();
 }
 
-void AdapterPool::CopyRows(int64_t site, int64_t part, const std::vector<int32_t>& pages,
-                           const float* a, const float* b_t, int64_t rank) {
+Status AdapterPool::CopyRows(int64_t site, int64_t part, const std::vector<int32_t>& pages,
+                             const float* a, const float* b_t, int64_t rank) {
   const PoolSite& shape = sites_[site];
   const int64_t out = shape.out_features(), width = shape.part_width(part);
-  for (size_t i = 0; i < pages.size(); ++i) {
-    const int64_t first = static_cast<int64_t>(i) * page_rows_;
+  int32_t* const used = storage_[site].used + part;
+  const int64_t parts = shape.num_parts();
+  const bool has_affine = used[pages.back() * parts] == kAffinePage;
+  const int64_t num_pages = static_cast<int64_t>(pages.size()) - has_affine;
+  if (rank < 0 || rank > num_pages * page_rows_) {
+    return PoolError(ErrorKind::kInvalidInput, "rank " + std::to_string(rank) +
+                                                   " does not fit into " +
+                                                   std::to_string(num_pages) + " pages of " +
+                                                   std::to_string(page_rows_) + " rows");
+  }
+  for (int64_t i = 0; i < num_pages; ++i) {
+    const int64_t first = i * page_rows_;
     const int64_t rows = std::clamp<int64_t>(rank - first, 0, page_rows_);
-    const int64_t slice = pages[i] * shape.num_parts() + part;
-    storage_[site].used[slice] = static_cast<int32_t>(rows);
+    used[pages[i] * parts] = static_cast<int32_t>(rows);
     if (rows == 0) continue;
+    const int64_t slice = pages[i] * parts + part;
     std::memcpy(storage_[site].a + slice * page_rows_ * shape.in_features,
                 a + first * shape.in_features, rows * shape.in_features * sizeof(float));
     float* b = storage_[site].b + pages[i] * page_rows_ * out + shape.part_begin(part);
@@ -150,6 +177,22 @@ void AdapterPool::CopyRows(int64_t site, int64_t part, const std::vector<int32_t
       std::memcpy(b + row * out, b_t + (first + row) * width, width * sizeof(float));
     }
   }
+  return Status();
+}
+
+Status AdapterPool::CopyAffine(int64_t site, int64_t part, int32_t page, const float* gain,
+                               const float* shift) {
+  const PoolSite& shape = sites_[site];
+  int32_t* const used = storage_[site].used + page * shape.num_parts() + part;
+  if (*used > 0 || page_rows_ < 2) {
+    return PoolError(ErrorKind::kInvalidInput, "the last page has no room for an affine change");
+  }
+  const int64_t out = shape.out_features(), bytes = shape.part_width(part) * sizeof(float);
+  float* b = storage_[site].b + page * page_rows_ * out + shape.part_begin(part);
+  std::memcpy(b, gain, bytes);
+  std::memcpy(b + out, shift, bytes);
+  *used = kAffinePage;
+  return Status();
 }
 
 Status AdapterPool::Commit(const std::string& version) {

@@ -67,7 +67,7 @@ void ListShrinks(const SitePages& site, const AdapterPlan& plan, Hidden* hidden,
       const float scale = plan.page_scales[plan.first_ref(s) + i];
       for (int64_t q = 0; q < site.num_parts; ++q) {
         const int64_t slice = page * site.num_parts + q;
-        if (site.used[slice] == 0) continue;
+        if (site.used[slice] <= 0) continue;
         const float* a = site.a + slice * site.page_rows * site.in_features;
         for (int64_t t = 0; t < tokens; t += kTokenRun) {
           items->push_back({plan.first_token(s) + t, std::min(kTokenRun, tokens - t), a,
@@ -79,10 +79,31 @@ void ListShrinks(const SitePages& site, const AdapterPlan& plan, Hidden* hidden,
   }
 }
 
+// Applies the affine pages of segment `s` to columns [begin, end) of part `q`, which lie in it.
+void ApplyAffine(const SitePages& site, const AdapterPlan& plan, int64_t s, int64_t q, float* y,
+                 int64_t begin, int64_t end) {
+  thread_local std::vector<AffineRef> refs;
+  refs.clear();
+  for (int64_t i = plan.first_ref(s); i < plan.first_ref(s) + plan.num_refs(s); ++i) {
+    const int64_t page = plan.page_ids[i];
+    if (site.used[page * site.num_parts + q] != kAffinePage) continue;
+    const float* b = site.b + page * site.page_rows * site.out_features;
+    refs.push_back({b, b + site.out_features, plan.page_scales[i]});
+  }
+  if (refs.empty()) return;
+  kernels().affine(refs.data(), static_cast<int64_t>(refs.size()),
+                   y + plan.first_token(s) * site.out_features, plan.num_tokens(s),
+                   site.out_features, begin, end);
+}
+
 // Adds all pages of segment `s` to columns [begin, end) of its rows, pages in the plan's order.
 void ExpandSegment(const SitePages& site, const AdapterPlan& plan, int64_t s, Hidden* hidden,
                    float* y, int64_t begin, int64_t end) {
   const int64_t tokens = plan.num_tokens(s), refs = plan.num_refs(s);
+  for (int64_t q = 0, part_begin = 0; q < site.num_parts; part_begin = site.part_ends[q++]) {
+    const int64_t c_begin = std::max(begin, part_begin), c_end = std::min(end, site.part_ends[q]);
+    if (c_begin < c_end) ApplyAffine(site, plan, s, q, y, c_begin, c_end);
+  }
   for (int64_t t = 0; t < tokens; t += kTokenRun) {
     float* rows = y + (plan.first_token(s) + t) * site.out_features;
     for (int64_t i = 0; i < refs; ++i) {
@@ -94,7 +115,7 @@ void ExpandSegment(const SitePages& site, const AdapterPlan& plan, int64_t s, Hi
         const int64_t c_end = std::min(end, site.part_ends[q]);
         part_begin = site.part_ends[q];
         const int64_t used = site.used[page * site.num_parts + q];
-        if (used == 0 || c_begin >= c_end) continue;
+        if (used <= 0 || c_begin >= c_end) continue;
         kernels().expand(hidden->at(s, t, refs, i) + q * site.page_rows, b, rows,
                          std::min(kTokenRun, tokens - t), used, hidden->stride(refs),
                          site.out_features, c_begin, c_end);

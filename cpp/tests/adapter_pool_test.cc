@@ -10,6 +10,8 @@
 #include <set>
 #include <thread>
 
+#include "lorafleet/lora_add.h"
+
 namespace lorafleet {
 namespace {
 
@@ -190,6 +192,40 @@ TEST_F(AdapterPoolTest, WriteRefusesWhatDoesNotFit) {
   EXPECT_EQ(error("absent", 0, 0, 1), ErrorKind::kConflict);
   ASSERT_TRUE(pool_.Commit("v").ok());
   EXPECT_EQ(error("v", 0, 0, 1), ErrorKind::kConflict) << "residents are never written";
+}
+
+TEST_F(AdapterPoolTest, AnAffineChangeTakesTheLastPageOfItsPart) {
+  const std::vector<float> a(5 * 3, 1.0f), b_t(5 * 2, 2.0f), gain = {3, 4}, shift = {5, 6};
+  ASSERT_TRUE(pool_.Reserve("v", 3).ok());
+  ASSERT_TRUE(pool_.WriteAffine("v", 0, 0, gain.data(), shift.data()).ok());
+  ASSERT_TRUE(pool_.Write("v", 0, 0, a.data(), b_t.data(), 5).ok());
+  ASSERT_TRUE(pool_.Commit("v").ok());
+  const auto pages = pool_.Pin("v").value();
+  EXPECT_EQ(used_[0][pages[0] * 2], 4);
+  EXPECT_EQ(used_[0][pages[1] * 2], 1);
+  EXPECT_EQ(used_[0][pages[2] * 2], kAffinePage);
+  EXPECT_EQ(used_[0][pages[2] * 2 + 1], 0) << "the other part has none";
+  const float* b = &b_[0][pages[2] * kRows * 5];
+  EXPECT_EQ(std::vector<float>(b, b + 2), gain);
+  EXPECT_EQ(std::vector<float>(b + 5, b + 7), shift);
+  EXPECT_TRUE(pool_.Unpin("v").ok());
+  // The next owner of the page finds it unused.
+  EXPECT_TRUE(pool_.Evict("v"));
+  ASSERT_TRUE(pool_.Reserve("w", 3).ok());
+  for (int64_t page = 0; page < kPages; ++page) EXPECT_EQ(used_[0][page * 2], 0);
+}
+
+TEST_F(AdapterPoolTest, RankRowsAndAnAffineChangeDoNotShareAPage) {
+  const std::vector<float> a(8 * 3), b_t(8 * 2), gain(2), shift(2);
+  ASSERT_TRUE(pool_.Reserve("v", 2).ok());
+  ASSERT_TRUE(pool_.Write("v", 0, 0, a.data(), b_t.data(), 5).ok());
+  EXPECT_FALSE(pool_.WriteAffine("v", 0, 0, gain.data(), shift.data()).ok());
+  ASSERT_TRUE(pool_.Reserve("w", 2).ok());
+  ASSERT_TRUE(pool_.WriteAffine("w", 0, 0, gain.data(), shift.data()).ok());
+  EXPECT_FALSE(pool_.Write("w", 0, 0, a.data(), b_t.data(), 5).ok());
+  EXPECT_TRUE(pool_.Write("w", 0, 0, a.data(), b_t.data(), 4).ok());
+  EXPECT_FALSE(pool_.WriteAffine("w", 0, 2, gain.data(), shift.data()).ok()) << "no such part";
+  EXPECT_FALSE(pool_.WriteAffine("x", 0, 0, gain.data(), shift.data()).ok()) << "not loading";
 }
 
 TEST(AdapterPoolShape, IsCheckedBeforeMemoryIsMade) {

@@ -7,6 +7,7 @@ the same operator for a TVM target.
 from __future__ import annotations
 
 from lorafleet_kernels.lora import PoolShape, column_parts, lora_add, plan_segments
+from lorafleet_kernels.reference import AFFINE
 from lorafleet_kernels.reference import lora_add as reference_lora_add
 
-__all__ = ["PoolShape", "column_parts", "lora_add", "plan_segments", "reference_lora_add"]
+__all__ = ["AFFINE", "PoolShape", "column_parts", "lora_add", "plan_segments", "reference_lora_add"]

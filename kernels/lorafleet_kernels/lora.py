@@ -95,6 +95,14 @@ def lora_add(shape: PoolShape) -> Any:
                 T.writes()
                 h = T.sblock_alloc_buffer((num_q, num_p), "float32", scope="local")
                 segment: T.int32 = segments[t]
+                for c in T.serial(num_n):
+                    h[0, 0] = y[t, c]
+                    for i in T.serial(starts[segment + 1] - starts[segment]):
+                        if used[ids[starts[segment] + i], columns[c]] < 0:
+                            y[t, c] = y[t, c] + scales[starts[segment] + i] * (
+                                b[ids[starts[segment] + i], 0, c] * h[0, 0]
+                                + b[ids[starts[segment] + i], 1, c]
+                            )
                 for i in T.serial(starts[segment + 1] - starts[segment]):
                     page: T.int32 = ids[starts[segment] + i]
                     scale: T.float32 = scales[starts[segment] + i]

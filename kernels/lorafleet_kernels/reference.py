@@ -14,6 +14,10 @@ from collections.abc import Sequence
 import numpy as np
 
 
+AFFINE = -1
+"""What `used` says of a page that holds a gain less one and a shift instead of rank rows."""
+
+
 def lora_add(
     y: np.ndarray,
     x: np.ndarray,
@@ -28,6 +32,8 @@ def lora_add(
 ) -> np.ndarray:
     """Add each segment's adapters to its rows of y, in place; return y.
 
+        for each affine page p = page_ids[i] of s (used[p, q] is AFFINE), with the y of before:
+            y[t, part q] += page_scales[i] * (b[p, 0, part q] * y[t, part q] + b[p, 1, part q])
         for each segment s, page reference i of s, part q, rank row j of page p = page_ids[i]:
             h = a[p, q, j] · x[t]                       for the tokens t of s
             y[t, part q] += page_scales[i] * h * b[p, j, part q]
@@ -41,7 +47,7 @@ def lora_add(
     b : (NP, P, N)
         Rank rows of B transposed; a part owns its range of columns.
     used : (NP, Q) int32
-        Live rank rows of a page for a part; the rest is not read.
+        Live rank rows of a page for a part; the rest is not read. Or AFFINE.
     segment_starts, page_starts : (S + 1,) int32
         Tokens and page references of each segment, ascending from 0.
     page_ids : (R,) int32
@@ -51,12 +57,17 @@ def lora_add(
     """
     for s in range(len(segment_starts) - 1):
         rows = slice(segment_starts[s], segment_starts[s + 1])
+        before = y[rows].copy()
         for i in range(page_starts[s], page_starts[s + 1]):
             p = page_ids[i]
             begin = 0
             for q, end in enumerate(part_ends):
                 r = used[p, q]
-                h = x[rows] @ a[p, q, :r].T
-                y[rows, begin:end] += page_scales[i] * (h @ b[p, :r, begin:end])
+                if r == AFFINE:
+                    gain, shift = b[p, :2, begin:end]
+                    y[rows, begin:end] += page_scales[i] * (gain * before[:, begin:end] + shift)
+                else:
+                    h = x[rows] @ a[p, q, :r].T
+                    y[rows, begin:end] += page_scales[i] * (h @ b[p, :r, begin:end])
                 begin = end
     return y

@@ -7,6 +7,7 @@ Redis and no network.
 from __future__ import annotations
 
 from lorafleet.adapters.adapter import LoraAdapter, SiteFactors, load_adapter
+from lorafleet.adapters.affine import Affine, BaseWeights
 from lorafleet.adapters.config import LoraConfig, read_config
 from lorafleet.adapters.files import CONFIG_FILE, WEIGHTS_FILE, scan_directory
 from lorafleet.adapters.place import MAX_RANK, AdaptedModule
@@ -16,6 +17,8 @@ __all__ = [
     "MAX_RANK",
     "WEIGHTS_FILE",
     "AdaptedModule",
+    "Affine",
+    "BaseWeights",
     "LoraAdapter",
     "LoraConfig",
     "SiteFactors",

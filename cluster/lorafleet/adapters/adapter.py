@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lorafleet.adapters.affine import Affine, BaseWeights, affine
 from lorafleet.adapters.checkpoint import Factor, read_factors
 from lorafleet.adapters.config import read_config
 from lorafleet.adapters.files import find_files, scan_directory
@@ -26,15 +27,16 @@ from lorafleet.core.model import BaseModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteFactors:
-    """Rank rows of one part of one site: a (r, in) and b_t (r, part width), float32.
+    """What one part of one site gets: rank rows a (r, in) and b_t (r, part width), float32.
 
-    The scale s is folded into b_t.
+    The scale s is folded into b_t. `affine`, (part width,) each, is there for some adapters only.
     """
 
     site: int
     part: int
     a: np.ndarray
     b_t: np.ndarray
+    affine: Affine | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +69,7 @@ class LoraAdapter:
         return sum(
             factor.file.raw(factor.tensor).nbytes
             for module in self.modules
-            for factor in (module.a, module.b)
+            for factor in module.factors
         )
 
     @property
@@ -76,16 +78,27 @@ class LoraAdapter:
         return dtypes.pop() if len(dtypes) == 1 else "mixed"
 
     def num_pages(self, page_rows: int) -> int:
-        """Rank pages it takes."""
-        return -(-self.max_rank // page_rows)
+        """Rank pages it takes, the affine page included."""
+        return -(-self.max_rank // page_rows) + self.is_affine
 
-    def factors(self) -> Iterator[SiteFactors]:
-        """All rank rows, in the order of the sites."""
+    @property
+    def is_affine(self) -> bool:
+        """Whether some layer's output is rescaled or shifted, which takes a page of its own."""
+        return any(module.is_affine for module in self.modules)
+
+    def factors(self, weights: BaseWeights | None = None) -> Iterator[SiteFactors]:
+        """All rank rows, in the order of the sites.
+
+        `weights` are the base's; they are needed by DoRA and trained biases alone.
+        """
         for module in self.modules:
-            yield from _factors(module)
+            yield from _factors(module, weights)
 
-    def delta(self, site_name: str) -> np.ndarray:
-        """s·B A of a site, (out_features, in_features) float32; zero where it is not adapted.
+    def delta(self, site_name: str, weights: BaseWeights | None = None) -> np.ndarray:
+        """The change of a site's weight, (out_features, in_features) float32.
+
+        It is s·B A, or DoRA's W' - W, and zero where the site is not adapted. Biases are no part
+        of it. `weights` as in `factors`.
 
         Raises
         ------
@@ -100,9 +113,12 @@ class LoraAdapter:
         delta = np.zeros((site.out_features, site.in_features), dtype=np.float32)
         for module in self.modules:
             if module.targets[0].site == index:
-                for factors in _factors(module):
+                for factors in _factors(module, weights):
                     part = site.parts[factors.part]
-                    delta[part.out_start : part.out_end] = factors.b_t.T @ factors.a
+                    rows = slice(part.out_start, part.out_end)
+                    delta[rows] = factors.b_t.T @ factors.a
+                    if module.magnitude is not None and factors.affine and weights:
+                        delta[rows] += factors.affine.gain[:, None] * weights.weight(index)[rows]
         return delta
 
     def manifest(self, name: str, created_at_s: float) -> VersionManifest:
@@ -158,7 +174,7 @@ def _version(modules: Iterable[AdaptedModule], base: BaseModel) -> str:
             hashlib.sha256(factor.file.raw(factor.tensor).data).hexdigest(),
         ]
         for module in modules
-        for factor in (module.a, module.b)
+        for factor in module.factors
     ]
     identity = {
         "format": 1,
@@ -170,27 +186,45 @@ def _version(modules: Iterable[AdaptedModule], base: BaseModel) -> str:
     return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 
-def _factors(module: AdaptedModule) -> Iterator[SiteFactors]:
-    a = module.a.file.read_f32(module.a.tensor)
-    b = module.b.file.read_f32(module.b.tensor) * np.float32(module.scale)
+def _factors(module: AdaptedModule, weights: BaseWeights | None) -> Iterator[SiteFactors]:
+    a, b = _scaled(module)
+    change = affine(module, a, b, weights)
+    if module.magnitude is not None and change is not None:
+        b *= change.gain[:, None] + np.float32(1)
     for target in module.targets:
-        b_t = np.ascontiguousarray(b[target.b_start : target.b_end].T)
-        yield SiteFactors(site=target.site, part=target.part, a=a, b_t=b_t)
+        rows = slice(target.b_start, target.b_end)
+        yield SiteFactors(
+            site=target.site,
+            part=target.part,
+            a=a,
+            b_t=np.ascontiguousarray(b[rows].T),
+            affine=change and Affine(gain=change.gain[rows], shift=change.shift[rows]),
+        )
+
+
+def _scaled(module: AdaptedModule) -> tuple[np.ndarray, np.ndarray]:
+    """A (r, in_features) and s·B (out_features, r); r is 0 where only a bias was trained."""
+    if module.a is None or module.b is None:
+        empty = np.zeros((0, module.in_features), np.float32)
+        return empty, np.zeros((module.out_features, 0), np.float32)
+    return module.a.values(), module.b.values() * np.float32(module.scale)
 
 
 def _check_values(module: AdaptedModule) -> None:
-    """See that A and s·B are finite, in one pass over each tensor.
+    """See that all tensors, and those that are scaled by s, are finite, in one pass over each.
 
     Their product with some input may still overflow; the engine ends the requests to which that
     happens.
     """
-    _largest(module.a)
-    if _largest(module.b) * abs(float(np.float32(module.scale))) > FLOAT32_MAX:
-        raise module.b.invalid(f"overflows float32 when scaled by {module.scale:g}")
+    for factor in module.factors:
+        largest = _largest(factor)
+        scaled = factor.kind in ("B", "lora_bias")
+        if scaled and largest * abs(float(np.float32(module.scale))) > FLOAT32_MAX:
+            raise factor.invalid(f"overflows float32 when scaled by {module.scale:g}")
 
 
 def _largest(factor: Factor) -> float:
-    values = factor.file.read_f32(factor.tensor)
+    values = factor.values()
     # NaN and infinity both survive the extremes.
     low, high = float(values.min()), float(values.max())
     if not (math.isfinite(low) and math.isfinite(high)):

@@ -9,6 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
 
 from lorafleet.adapters.faults import invalid, shown_name, unsupported
 from lorafleet.adapters.files import INDEX_FILE, WEIGHTS_FILE, AdapterFiles
@@ -17,15 +20,26 @@ from lorafleet.native import SafetensorsFile
 
 _MAX_NAME = 1024
 
-_FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])(?:\.default)?\.weight")
+Kind = Literal["A", "B", "magnitude", "lora_bias", "bias"]
+"""lora_A, lora_B, DoRA's magnitudes, the bias of lora_B, a trained bias of the layer itself."""
 
-# Tensors of known kinds that are no plain LoRA factors, and what to call them.
+# The first that matches decides.
+_KINDS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
+    ("A", re.compile(r"(?P<module>.+)\.lora_A(?:\.default)?\.weight")),
+    ("B", re.compile(r"(?P<module>.+)\.lora_B(?:\.default)?\.weight")),
+    (
+        "magnitude",
+        re.compile(r"(?P<module>.+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?"),
+    ),
+    ("lora_bias", re.compile(r"(?P<module>.+)\.lora_B(?:\.default)?\.bias")),
+    ("bias", re.compile(r"(?P<module>.+?)(?:\.base_layer)?\.bias")),
+)
+
+# Tensors of known kinds that are nothing of the above, and what to call them.
 _STRANGERS = (
-    (re.compile(r".*\.lora_magnitude_vector(\..*)?"), "a DoRA magnitude (use_dora)"),
     (re.compile(r".*\.lora_embedding_[AB](\..*)?"), "LoRA on an embedding"),
     (re.compile(r".*\.lora_E(\..*)?|.*\.lora_[AB]"), "an AdaLoRA factor"),
     (re.compile(r".*\.lora_[ab]"), "a factor in MLX's layout; convert the adapter to PEFT's"),
-    (re.compile(r".*\.lora_B(\..*)?\.bias"), "a bias on lora_B (lora_bias)"),
     (
         re.compile(r".*\.lora_[AB]\.[^.]+\.weight"),
         "a factor under an adapter name of its own; save the adapter with save_pretrained",
@@ -35,7 +49,6 @@ _STRANGERS = (
     (re.compile(r".*vera_lambda_.*|.*vera_[AB].*"), "a VeRA factor"),
     (re.compile(r".*\.ia3_l.*"), "an IA3 vector"),
     (re.compile(r".*token_adapter.*"), "changed embedding rows (trainable_token_indices)"),
-    (re.compile(r".*\.bias"), "a trained bias (bias)"),
     (
         re.compile(r".*\.base_layer\.weight"),
         "a whole weight of the base (modules_to_save, or LoRA on an embedding)",
@@ -46,11 +59,11 @@ _STRANGERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factor:
-    """One lora_A or lora_B tensor; `module` is its path with PEFT's prefix removed."""
+    """One tensor of an adapted layer; `module` is its path with PEFT's prefix removed."""
 
     tensor: str
     module: str
-    kind: str  # "A" or "B"
+    kind: Kind
     file: SafetensorsFile
 
     @property
@@ -61,6 +74,10 @@ class Factor:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.file.info(self.tensor)[1]
+
+    def values(self) -> np.ndarray:
+        """The tensor, widened to float32."""
+        return self.file.read_f32(self.tensor)
 
     def invalid(self, what: str) -> InvalidAdapter:
         """This tensor is broken or does not fit."""
@@ -81,7 +98,7 @@ def read_factors(files: AdapterFiles) -> list[Factor]:
     InvalidAdapter
         A file is broken, or holds other tensors than the index says; the tensor or rule is named.
     Unsupported
-        A tensor is no plain LoRA factor; it is named.
+        A tensor is nothing that an adapter of linear layers has; it is named.
     """
     factors = []
     for path in files.weights:
@@ -119,11 +136,11 @@ def _factor(name: str, file: SafetensorsFile) -> Factor:
     if len(name) > _MAX_NAME:
         text = f"tensor {shown_name(name)} has a name of over {_MAX_NAME} characters"
         raise invalid(shard, text, tensor=name)
-    match = _FACTOR.fullmatch(name)
-    if match is None:
-        kind = next((what for pattern, what in _STRANGERS if pattern.fullmatch(name)), None)
-        verdict = f"is {kind}, which is not supported" if kind else "is no LoRA factor"
-        text = f"tensor {shown_name(name)} of shape {list(file.info(name)[1])} {verdict}"
-        raise unsupported(shard, text, tensor=name)
-    module = match["module"].removeprefix("base_model.model.")
-    return Factor(tensor=name, module=module, kind=match["factor"], file=file)
+    for kind, pattern in _KINDS:
+        if match := pattern.fullmatch(name):
+            module = match["module"].removeprefix("base_model.model.")
+            return Factor(tensor=name, module=module, kind=kind, file=file)
+    stranger = next((what for pattern, what in _STRANGERS if pattern.fullmatch(name)), None)
+    verdict = f"is {stranger}, which is not supported" if stranger else "is no LoRA factor"
+    text = f"tensor {shown_name(name)} of shape {list(file.info(name)[1])} {verdict}"
+    raise unsupported(shard, text, tensor=name)

@@ -22,8 +22,8 @@ from lorafleet.core.errors import InvalidAdapter
 
 HONOURED = frozenset(
     (
-        "peft_type r lora_alpha use_rslora rank_pattern alpha_pattern bias init_lora_weights "
-        "base_model_name_or_path"
+        "peft_type r lora_alpha use_rslora rank_pattern alpha_pattern use_dora lora_bias bias "
+        "init_lora_weights base_model_name_or_path"
     ).split()
 )
 """Options whose values are read: each is followed, or refused for what it holds."""
@@ -38,8 +38,6 @@ HARMLESS = frozenset(
 """Options that choose modules for training, steer training, or describe the file."""
 
 REFUSED: Mapping[str, str] = {
-    "use_dora": "DoRA rescales the base weights' rows",
-    "lora_bias": "a bias on lora_B is part of the output",
     "modules_to_save": "whole replaced modules are part of the model",
     "trainable_token_indices": "changed embedding rows are part of the model",
     "fan_in_fan_out": "transposed layers do not exist in this base",
@@ -74,6 +72,9 @@ class LoraConfig:
     use_rslora: bool
     rank_pattern: Patterns[int]
     alpha_pattern: Patterns[float]
+    use_dora: bool = False
+    lora_bias: bool = False
+    bias: str = "none"
     base_model_name: str | None = None
 
     def rank_of(self, module: str, steps: Steps) -> int:
@@ -117,12 +118,22 @@ def parse_config(data: Mapping[str, Any]) -> LoraConfig:
     name = data.get("base_model_name_or_path")
     if name is not None and not isinstance(name, str):
         raise _wrong("base_model_name_or_path", "a string or null", name)
+    use_dora, lora_bias = (_flag(key, data.get(key)) for key in ("use_dora", "lora_bias"))
+    if use_dora and lora_bias:
+        raise unsupported(
+            CONFIG_FILE,
+            "use_dora and lora_bias are both true, which PEFT does not define",
+            field="lora_bias",
+        )
     return LoraConfig(
         r=_rank("r", data.get("r")),
         lora_alpha=_number("lora_alpha", data.get("lora_alpha")),
         use_rslora=_flag("use_rslora", data.get("use_rslora")),
         rank_pattern=_patterns("rank_pattern", data, _rank),
         alpha_pattern=_patterns("alpha_pattern", data, _number),
+        use_dora=use_dora,
+        lora_bias=lora_bias,
+        bias=_bias(data.get("bias")),
         base_model_name=name,
     )
 
@@ -140,9 +151,7 @@ def _refuse_other_families(data: Mapping[str, Any]) -> None:
 
 
 def _check_option(key: str, value: object) -> None:
-    if key == "bias":
-        _check_bias(value)
-    elif key == "init_lora_weights":
+    if key == "init_lora_weights":
         _check_init(value)
     elif key not in HONOURED and key not in HARMLESS and value:
         why = REFUSED.get(key, "the option is unknown and may change the output")
@@ -153,14 +162,12 @@ def _check_option(key: str, value: object) -> None:
         )
 
 
-def _check_bias(value: object) -> None:
-    if value and value != "none":
-        raise unsupported(
-            CONFIG_FILE,
-            f"bias = {shown(value)} is not supported: trained biases are part of the output; "
-            "expected 'none'",
-            field="bias",
-        )
+def _bias(value: object) -> str:
+    if not value:
+        return "none"
+    if value not in ("none", "all", "lora_only"):
+        raise _wrong("bias", "'none', 'all' or 'lora_only'", value)
+    return str(value)
 
 
 def _check_init(value: object) -> None:

@@ -7,12 +7,13 @@ weights' values are for `adapter`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from lorafleet.adapters.checkpoint import Factor
+from lorafleet.adapters.checkpoint import Factor, Kind
 from lorafleet.adapters.config import LoraConfig
 from lorafleet.adapters.faults import shown, shown_name
+from lorafleet.adapters.files import CONFIG_FILE
 from lorafleet.adapters.regex import Steps
 from lorafleet.core.errors import InvalidInput
 from lorafleet.core.model import BaseModel, SitePart
@@ -29,6 +30,20 @@ _MATCH_STEPS = 10_000_000
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
+_KIND_NAMES: Mapping[Kind, str] = {
+    "magnitude": "lora_magnitude_vector",
+    "lora_bias": "lora_B.bias",
+}
+
+# What a tensor cannot be without.
+_NEEDS_A: tuple[Kind, str] = ("A", "lora_A")
+_PARTNERS: Mapping[Kind, tuple[tuple[Kind, str], ...]] = {
+    "A": (("B", "lora_B"),),
+    "B": (_NEEDS_A,),
+    "magnitude": (_NEEDS_A,),
+    "lora_bias": (_NEEDS_A,),
+}
+
 _UNADAPTED = frozenset("embed_tokens lm_head wte word_embeddings embed_in embed_out".split())
 
 
@@ -44,7 +59,12 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptedModule:
-    """One adapted linear: A is (rank, in_features), B is (out_features, rank)."""
+    """One adapted linear: A is (rank, in_features), B is (out_features, rank).
+
+    Its outputs are the site's from `out_start` on. `magnitude` (DoRA), `lora_bias` (of lora_B) and
+    `bias` (trained, in place of the layer's own) are (out_features,). A layer of which only the
+    bias was trained has rank 0 and neither A nor B.
+    """
 
     source: str
     rank: int
@@ -52,10 +72,25 @@ class AdaptedModule:
     scale: float
     in_features: int
     out_features: int
+    out_start: int
     dtype: str
-    a: Factor
-    b: Factor
+    a: Factor | None
+    b: Factor | None
+    magnitude: Factor | None
+    lora_bias: Factor | None
+    bias: Factor | None
     targets: tuple[Target, ...]
+
+    @property
+    def factors(self) -> tuple[Factor, ...]:
+        """All its tensors, in one order."""
+        every = (self.a, self.b, self.magnitude, self.lora_bias, self.bias)
+        return tuple(factor for factor in every if factor is not None)
+
+    @property
+    def is_affine(self) -> bool:
+        """Whether it changes the layer's output by more than rank rows."""
+        return len(self.factors) > 2 or self.a is None
 
 
 def place(
@@ -71,21 +106,21 @@ def place(
         A layer, a dtype or a rank that is not served.
     """
     directory = _Directory(base)
-    pairs: dict[str, dict[str, Factor]] = {}
+    found: dict[str, dict[Kind, Factor]] = {}
     for factor in factors:
         source = directory.find(factor)
-        twin = pairs.setdefault(source, {}).setdefault(factor.kind, factor)
+        twin = found.setdefault(source, {}).setdefault(factor.kind, factor)
         if twin is not factor:
             raise factor.invalid(f"is for the same module as {shown_name(twin.tensor)}")
     rules = _Rules(config, max_rank)
-    modules = [_module(source, pair, rules, directory) for source, pair in sorted(pairs.items())]
+    modules = [_module(source, each, rules, directory) for source, each in sorted(found.items())]
     seen: dict[tuple[int, int], AdaptedModule] = {}
     for module in modules:
         for target in module.targets:
             other = seen.setdefault((target.site, target.part), module)
             if other is not module:
-                raise module.a.invalid(
-                    f"adapts a layer that {shown_name(other.a.tensor)} adapts as well"
+                raise module.factors[0].invalid(
+                    f"adapts a layer that {shown_name(other.factors[0].tensor)} adapts as well"
                 )
     return sorted(modules, key=lambda module: module.targets[0].site)
 
@@ -126,12 +161,23 @@ class _Directory:
         site = self.base.sites[self.fused[source]]
         return site.out_features, site.in_features
 
+    def out_start(self, source: str) -> int:
+        """The site's first output row that is a module's."""
+        return self.parts[source][2].out_start if source in self.parts else 0
+
+    def has_bias(self, source: str) -> bool:
+        """Whether the base's layer has a bias."""
+        index = self.parts[source][0] if source in self.parts else self.fused[source]
+        return self.base.sites[index].has_bias
+
     def _not_found(self, factor: Factor) -> InvalidInput:
         if not self.base.sites:
             return factor.unsupported(
                 f"cannot be served: base model {self.base.name!r} was compiled without LoRA; "
                 "compile it with --lora"
             )
+        if factor.kind == "bias":
+            return factor.unsupported("is a trained bias of a layer that carries no LoRA")
         if factor.module.rsplit(".", 1)[-1] in _UNADAPTED:
             return factor.unsupported("is LoRA on an embedding or the head, which is not supported")
         return factor.invalid(
@@ -156,6 +202,26 @@ class _Rules:
         self._config = config
         self._max_rank = max_rank
         self._steps = Steps(_MATCH_STEPS)
+
+    def check_kinds(self, factors: Mapping[Kind, Factor], has_bias: bool) -> None:
+        """See that a module has the tensors that the config speaks of, and no others."""
+        config = self._config
+        flags: tuple[tuple[Kind, bool, str], ...] = (
+            ("magnitude", config.use_dora, "use_dora"),
+            ("lora_bias", config.lora_bias, "lora_bias"),
+        )
+        for kind, wanted, field in flags:
+            if kind in factors and not wanted:
+                raise factors[kind].invalid(f"needs {field} in {CONFIG_FILE}, which is not true")
+            if wanted and kind not in factors and "A" in factors:
+                raise factors["A"].invalid(f"has no {_KIND_NAMES[kind]} beside it, as {field} says")
+        bias = factors.get("bias")
+        if bias is None:
+            return
+        if not has_bias:
+            raise bias.invalid("is the trained bias of a layer that has none in the base model")
+        if config.bias == "none":
+            raise bias.invalid(f"needs a bias in {CONFIG_FILE} that is not 'none'")
 
     def apply(self, source: str, a: Factor, b: Factor) -> tuple[int, float, float]:
         """(rank, alpha, scale) of a module."""
@@ -187,17 +253,24 @@ class _Rules:
 
 
 def _module(
-    source: str, pair: dict[str, Factor], rules: _Rules, directory: _Directory
+    source: str, factors: dict[Kind, Factor], rules: _Rules, directory: _Directory
 ) -> AdaptedModule:
-    for kind, partner in (("A", "B"), ("B", "A")):
-        if kind not in pair:
-            raise pair[partner].invalid(f"has no lora_{kind} beside it")
-    a, b = pair["A"], pair["B"]
-    rank, alpha, scale = rules.apply(source, a, b)
+    for factor in factors.values():
+        for kind, partner in _PARTNERS.get(factor.kind, ()):
+            if kind not in factors:
+                raise factor.invalid(f"has no {partner} beside it")
+    rules.check_kinds(factors, directory.has_bias(source))
     out_features, in_features = directory.shape(source)
-    _check_shape(a, (rank, in_features), source)
-    _check_shape(b, (out_features, rank), source)
-    dtypes = {_dtype(a), _dtype(b)}
+    rank, alpha, scale = 0, 0.0, 1.0
+    if "A" in factors:
+        rank, alpha, scale = rules.apply(source, factors["A"], factors["B"])
+        _check_shape(factors["A"], (rank, in_features), source)
+        _check_shape(factors["B"], (out_features, rank), source)
+    vectors: tuple[Kind, ...] = ("magnitude", "lora_bias", "bias")
+    for kind in vectors:
+        if kind in factors:
+            _check_shape(factors[kind], (out_features,), source)
+    dtypes = {_dtype(factor) for factor in factors.values()}
     return AdaptedModule(
         source=source,
         rank=rank,
@@ -205,14 +278,18 @@ def _module(
         scale=scale,
         in_features=in_features,
         out_features=out_features,
+        out_start=directory.out_start(source),
         dtype=dtypes.pop() if len(dtypes) == 1 else "mixed",
-        a=a,
-        b=b,
+        a=factors.get("A"),
+        b=factors.get("B"),
+        magnitude=factors.get("magnitude"),
+        lora_bias=factors.get("lora_bias"),
+        bias=factors.get("bias"),
         targets=directory.targets(source),
     )
 
 
-def _check_shape(factor: Factor, expected: tuple[int, int], source: str) -> None:
+def _check_shape(factor: Factor, expected: tuple[int, ...], source: str) -> None:
     if factor.shape != expected:
         raise factor.invalid(
             f"has shape {shown(list(factor.shape))}, expected {list(expected)} for {source} "

@@ -6,7 +6,7 @@ It knows TVM and the zoo; it does not know directories or caches (`package` does
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,10 @@ def export(family: Family, checkpoint: Checkpoint, *, lora: bool, page_rows: int
             for path, layer in linears(model).items()
         }
         source_shapes = {name: checkpoint.shape(name) for name in checkpoint.names()}
-        sites = find_sites(shapes, family.weight_map(), source_shapes.__getitem__)
+        sites = [
+            replace(site, has_bias=linears(model)[site.name].bias is not None)
+            for site in find_sites(shapes, family.weight_map(), source_shapes.__getitem__)
+        ]
         inject(model, sites)
         spec = with_twins(spec, sites, page_rows)
     module, parameters, _ = Exporter(debug=False).build(spec)

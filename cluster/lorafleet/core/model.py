@@ -34,12 +34,16 @@ class SitePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """One LoRA-carrying linear, y[out_features] = W x[in_features]; parts tile the output."""
+    """One LoRA-carrying linear, y[out_features] = W x[in_features] + b; parts tile the output.
+
+    `has_bias` says whether there is a b.
+    """
 
     name: str
     in_features: int
     out_features: int
     parts: tuple[SitePart, ...]
+    has_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -95,7 +95,9 @@ class Engine:
         num_blocks = BlockTable.needed(options.kv_tokens)
         self._runner = runner = Runner(self.model_dir, num_blocks, options.num_adapter_pages)
         if runner.pool is not None:
-            self._residency = Residency(runner.pool, self._book.find, self._wake, options.max_loads)
+            self._residency = Residency(
+                runner.pool, self._book.find, self._wake, options.max_loads, runner.weights
+            )
         self._scheduler = Scheduler(
             BlockTable(num_blocks),
             self._residency,
@@ -178,7 +180,9 @@ class Engine:
         self._default = use
 
     def get_lora_delta(self, name: str, site: str) -> np.ndarray:
-        """s·B A of an uploaded adapter at a site, (out_features, in_features) float32.
+        """The change of a site's weight by an adapter, (out_features, in_features) float32.
+
+        It is s·B A, or DoRA's W' - W. Biases are no part of it.
 
         Raises
         ------
@@ -186,7 +190,9 @@ class Engine:
             The adapter or the site is not known.
         """
         (version, _), *_ = self._resolve(name)
-        return self._book.find(version).delta(site)
+        self._loaded()
+        assert self._runner is not None
+        return self._book.find(version).delta(site, self._runner.weights)
 
     def ensure_resident(self, use: AdapterUse, timeout_s: float = 60.0) -> None:
         """Wait until all versions are in rank pages; a load that fails raises its error.

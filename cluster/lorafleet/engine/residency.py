@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from lorafleet.adapters import LoraAdapter
+from lorafleet.adapters import BaseWeights, LoraAdapter
 from lorafleet.core.errors import Exhausted, Internal, InvalidInput, LorafleetError
 from lorafleet.engine.book import Source
 from lorafleet.engine.request import Mix
@@ -57,12 +57,20 @@ class Residency:
         Called in loader threads when the step thread should look again.
     max_loads : int
         Threads that read, and threads that write.
+    weights : BaseWeights, optional
+        The base's, for adapters that need them.
     """
 
     def __init__(
-        self, pool: AdapterPool, source: Source, wake: Callable[[], None], max_loads: int
+        self,
+        pool: AdapterPool,
+        source: Source,
+        wake: Callable[[], None],
+        max_loads: int,
+        weights: BaseWeights | None = None,
     ) -> None:
         self.pool = pool
+        self._weights = weights
         self._source = source
         self._wake = wake
         self._loads: dict[str, _Load] = {}
@@ -254,8 +262,11 @@ class Residency:
         load.work.add_done_callback(self._woken)
 
     def _write(self, version: str, adapter: LoraAdapter) -> None:
-        for rows in adapter.factors():
+        for rows in adapter.factors(self._weights):
             self.pool.write(version, rows.site, rows.part, rows.a, rows.b_t)
+            if rows.affine is not None:
+                gain, shift = rows.affine.gain, rows.affine.shift
+                self.pool.write_affine(version, rows.site, rows.part, gain, shift)
 
     def _finish(self, version: str, load: _Load) -> None:
         self.pool.commit(version)

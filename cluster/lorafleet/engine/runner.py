@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lorafleet.core.errors import InvalidInput
-from lorafleet.core.model import BaseModel
+from lorafleet.core.model import BaseModel, Site
 from lorafleet.engine.plan import StepPlan
 from lorafleet.native import AdapterPool, PagedKVCache, load
 
@@ -42,7 +43,8 @@ class Runner:
         load()
         library = tvm.runtime.load_module(str(model_dir / self.base.library))
         self._machine = VirtualMachine(library, tvm.cpu())
-        self._params = self._load_weights(tvm, model_dir)
+        self._params, names = self._load_weights(tvm, model_dir)
+        self.weights = SiteWeights(self.base.sites, dict(zip(names, self._params, strict=True)))
         self.cache = PagedKVCache(self.base.kv, num_blocks)
         self.pool: AdapterPool | None = None
         self._pool_tensors: Any = None
@@ -77,7 +79,7 @@ class Runner:
         stock = ["embed", "batch_prefill", "batch_decode"]
         return stock + [f"{name}_lora" for name in stock[1:] if self.base.sites]
 
-    def _load_weights(self, tvm: Any, model_dir: Path) -> Any:
+    def _load_weights(self, tvm: Any, model_dir: Path) -> tuple[Any, list[str]]:
         metadata = json.loads(self._machine["_metadata"]())
         names = [parameter["name"] for parameter in metadata["params"]]
         try:
@@ -86,7 +88,31 @@ class Runner:
             raise InvalidInput(f"{model_dir}: the weights cannot be read: {error}") from error
         params = tvm.get_global_func("vm.builtin.param_array_from_cache_by_name")(names)
         tvm.get_global_func("vm.builtin.tensor_cache.clear")()
-        return params
+        return params, names
+
+
+class SiteWeights:
+    """The base's weights by site: those that the model computes with, not copies.
+
+    Parameters
+    ----------
+    sites : sequence of Site
+    parameters : mapping
+        TVM tensors by parameter name.
+    """
+
+    def __init__(self, sites: Sequence[Site], parameters: Mapping[str, Any]) -> None:
+        self._sites = sites
+        self._parameters = parameters
+
+    def weight(self, site: int) -> np.ndarray:
+        """W, (out_features, in_features) float32."""
+        return np.from_dlpack(self._parameters[f"{self._sites[site].name}.weight"])
+
+    def bias(self, site: int) -> np.ndarray | None:
+        """b, (out_features,) float32, if the layer has one."""
+        name = f"{self._sites[site].name}.bias"
+        return np.from_dlpack(self._parameters[name]) if name in self._parameters else None
 
 
 def _import_runtime() -> Any:

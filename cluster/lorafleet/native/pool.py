@@ -63,6 +63,17 @@ class AdapterPool:
         """Copy the rank rows of one part: a is (r, in) and b_t is (r, part width), float32."""
         self._functions.pool_write(self._handle, version, site, part, as_tensor(a), as_tensor(b_t))
 
+    def write_affine(
+        self, version: str, site: int, part: int, gain: np.ndarray, shift: np.ndarray
+    ) -> None:
+        """Copy what one part adds besides rank rows: y += gain * y + shift, each (part width,).
+
+        It takes the version's last page, which must hold no rank rows of that part.
+        """
+        self._functions.pool_write_affine(
+            self._handle, version, site, part, as_tensor(gain), as_tensor(shift)
+        )
+
     def commit(self, version: str) -> None:
         """Make a loading version resident."""
         self._functions.pool_commit(self._handle, version)

@@ -1,7 +1,8 @@
 // The pool of rank pages: where adapters live while requests use them.
 //
 // A rank page is P rank rows of A and of B at every site of the model. An adapter of rank r holds
-// ceil(r / P) pages; no adapter is padded to the rank of another.
+// ceil(r / P) pages; no adapter is padded to the rank of another. One that rescales or shifts the
+// outputs of layers (DoRA's magnitudes, biases) holds one more, its last: the affine page.
 //
 // Every version is in one of three states, and moves only along these arrows:
 //
@@ -12,11 +13,12 @@
 // - RESIDENT versions are never written. They are evicted only while unpinned, least recently
 //   pinned first. `Pin` returns the page ids; they stay valid until the matching `Unpin`.
 // - Pages are either in the free list or owned by exactly one version: Check() proves it.
-// - A page's `used` counts are 0 when it leaves the free list, and are raised by Write alone.
+// - A page's `used` counts are 0 when it leaves the free list; Write and WriteAffine alone set them.
 //
 // Thread-safe. Rows are copied outside the lock, so that pins never wait for a load; Commit and
 // Abort wait for the copies of their version. The pages become visible to readers through Commit
-// and Pin, which take the lock. SPDX-License-Identifier: Apache-2.0
+// and Pin, which take the lock.
+// SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <condition_variable>
@@ -74,6 +76,13 @@ class AdapterPool {
   Status Write(const std::string& version, int64_t site, int64_t part, const float* a,
                const float* b_t, int64_t rank);
 
+  // Copies what one part of one site adds besides rank rows, y += gain * y + shift: each is (part
+  // width). It goes into the version's last page, which must hold no rank rows of that part.
+  // kConflict unless LOADING; kInvalidInput when site or part does not fit, or the page is taken.
+  // REQUIRES: as Write, and no Write of the part at the same time.
+  Status WriteAffine(const std::string& version, int64_t site, int64_t part, const float* gain,
+                     const float* shift);
+
   // LOADING -> RESIDENT; the version becomes the most recently used. kConflict unless LOADING.
   Status Commit(const std::string& version);
 
@@ -116,8 +125,14 @@ class AdapterPool {
   // The LOADING entry once nobody writes to it, or null.
   Entry* AwaitWriters(const std::string& version, std::unique_lock<std::mutex>* lock);
 
-  void CopyRows(int64_t site, int64_t part, const std::vector<int32_t>& pages, const float* a,
-                const float* b_t, int64_t rank);
+  Status CheckPart(int64_t site, int64_t part) const;
+  // The pages of a LOADING version, which then has one more writer; LeaveWriting undoes that.
+  Expected<std::vector<int32_t>> EnterWriting(const std::string& version);
+  void LeaveWriting(const std::string& version);
+  Status CopyRows(int64_t site, int64_t part, const std::vector<int32_t>& pages, const float* a,
+                  const float* b_t, int64_t rank);
+  Status CopyAffine(int64_t site, int64_t part, int32_t page, const float* gain,
+                    const float* shift);
 
   const std::vector<PoolSite> sites_;
   const std::vector<PoolStorage> storage_;

@@ -29,6 +29,13 @@ struct AttendSpan {
   float* scores;               // scratch, kScoreRows * (number of keys rounded up to 16) floats
 };
 
+// One adapter's affine change of some columns: y += scale * (gain * y + shift).
+struct AffineRef {
+  const float* gain;
+  const float* shift;
+  float scale;
+};
+
 // Query rows that `attend` takes at once.
 inline constexpr int64_t kScoreRows = 6;
 
@@ -66,6 +73,11 @@ struct Kernels {
   // y[t, c] += sum_r h[t, r] b[r, c] for c in [c_begin, c_end); strides in floats between rows.
   void (*expand)(const float* h, const float* b, float* y, int64_t num_tokens, int64_t rank_rows,
                  int64_t h_stride, int64_t stride, int64_t c_begin, int64_t c_end);
+
+  // y[t, c] += sum_i scale_i (gain_i[c] y[t, c] + shift_i[c]) for c in [c_begin, c_end); all terms
+  // take the y from before.
+  void (*affine)(const AffineRef* refs, int64_t num_refs, float* y, int64_t num_tokens,
+                 int64_t stride, int64_t c_begin, int64_t c_end);
 };
 
 // The tables that this processor runs, the best one first; decided once.

@@ -23,11 +23,14 @@ struct AdapterPlan {
   int64_t num_refs(int64_t s) const { return page_starts[s + 1] - page_starts[s]; }
 };
 
+// What `used` says of a page whose first two rows of B hold, for a part, a gain less one and a shift.
+inline constexpr int32_t kAffinePage = -1;
+
 // The rank pages of one site. Part q covers output columns [part_ends[q - 1], part_ends[q]).
 struct SitePages {
   const float* a;       // (num_pages, Q, P, K)
   const float* b;       // (num_pages, P, N)
-  const int32_t* used;  // (num_pages, Q): live rank rows of a page, 0..P
+  const int32_t* used;  // (num_pages, Q): live rank rows of a page, 0..P, or kAffinePage
   const int64_t* part_ends;
   int64_t num_parts;     // Q
   int64_t page_rows;     // P
@@ -35,9 +38,11 @@ struct SitePages {
   int64_t out_features;  // N
 };
 
-// y += sum over pages of scale * B (A x), in place, for the rows of segments that have pages.
-// Only rank rows in use are read; the full-width delta is never materialised. A row's result does
-// not depend on the other rows, and rows without pages are not touched.
+// y += sum over pages of scale * B (A x), in place, for the rows of segments that have pages. Affine
+// pages (DoRA's magnitudes, biases) come first, whatever their place in the plan: each adds
+// scale * (gain * y + shift) with the y of the base. Only rank rows in use are read; the full-width
+// delta is never materialised. A row's result does not depend on the other rows, and rows without
+// pages are not touched.
 void LoraAdd(float* y, const float* x, const SitePages& site, const AdapterPlan& plan);
 
 }  // namespace lorafleet

@@ -71,9 +71,9 @@ void CheckPages(const ShapeMatcher& match, const SitePages& site, const AdapterP
     }
     for (int64_t q = 0; q < site.num_parts; ++q) {
       const int32_t used = site.used[page * site.num_parts + q];
-      if (used < 0 || used > site.page_rows) {
-        match.Fail("used", std::to_string(used) + " is outside [0, " +
-                               std::to_string(site.page_rows) + "]");
+      if (used < kAffinePage || used > site.page_rows) {
+        match.Fail("used", std::to_string(used) + " is outside [" + std::to_string(kAffinePage) +
+                               ", " + std::to_string(site.page_rows) + "]");
       }
     }
   }
@@ -256,6 +256,18 @@ void PoolWrite(AdapterPoolRef pool, ffi::String version, int64_t site, int64_t p
   Check(pool->pool->Write(version, site, part, as, bs, rank));
 }
 
+void PoolWriteAffine(AdapterPoolRef pool, ffi::String version, int64_t site, int64_t part,
+                     ffi::TensorView gain, ffi::TensorView shift) {
+  const ShapeMatcher match("adapter pool: write affine");
+  const std::vector<PoolSite>& sites = pool->pool->sites();
+  if (site < 0 || site >= static_cast<int64_t>(sites.size())) match.Fail("site", "no such site");
+  if (part < 0 || part >= sites[site].num_parts()) match.Fail("part", "no such part");
+  int64_t width = sites[site].part_width(part);
+  const float* gains = match.Array<float>(gain, "gain", {&width});
+  const float* shifts = match.Array<float>(shift, "shift", {&width});
+  Check(pool->pool->WriteAffine(version, site, part, gains, shifts));
+}
+
 class SafetensorsFileObj : public ffi::Object {
  public:
   explicit SafetensorsFileObj(std::unique_ptr<SafetensorsFile> f) : file(std::move(f)) {}
@@ -315,6 +327,7 @@ void RegisterPool() {
              return Strings(Take(pool->pool->Reserve(version, num_pages)));
            })
       .def("lorafleet.pool_write", PoolWrite)
+      .def("lorafleet.pool_write_affine", PoolWriteAffine)
       .def("lorafleet.pool_commit",
            [](AdapterPoolRef pool, ffi::String version) { Check(pool->pool->Commit(version)); })
       .def("lorafleet.pool_abort",

@@ -1,4 +1,4 @@
-// Kernels that walk over rows: the expand of LoRA, RMS norm, SwiGLU.
+// Kernels that walk over rows: the expand of LoRA, affine changes, RMS norm, SwiGLU.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -66,6 +66,33 @@ void Expand(const float* h, const float* b, float* y, int64_t num_tokens, int64_
   for (; t < num_tokens; ++t) {
     ExpandTokens<1, 8>(h + t * h_stride, h_stride, b, stride, y + t * stride, rank_rows, c_begin,
                        c_end);
+  }
+}
+
+void Affine(const AffineRef* refs, int64_t num_refs, float* y, int64_t num_tokens, int64_t stride,
+            int64_t c_begin, int64_t c_end) {
+  int64_t c = c_begin;
+  for (; c + kLanes <= c_end; c += kLanes) {
+    Vec gain = {}, shift = {};
+    for (int64_t i = 0; i < num_refs; ++i) {
+      gain = MulAdd(Splat(refs[i].scale), Load(refs[i].gain + c), gain);
+      shift = MulAdd(Splat(refs[i].scale), Load(refs[i].shift + c), shift);
+    }
+    for (int64_t t = 0; t < num_tokens; ++t) {
+      const Vec base = Load(y + t * stride + c);
+      Store(y + t * stride + c, base + MulAdd(gain, base, shift));
+    }
+  }
+  for (; c < c_end; ++c) {
+    float gain = 0.0f, shift = 0.0f;
+    for (int64_t i = 0; i < num_refs; ++i) {
+      gain = MulAdd(refs[i].scale, refs[i].gain[c], gain);
+      shift = MulAdd(refs[i].scale, refs[i].shift[c], shift);
+    }
+    for (int64_t t = 0; t < num_tokens; ++t) {
+      float* at = y + t * stride + c;
+      *at += MulAdd(gain, *at, shift);
+    }
   }
 }
 

@@ -12,7 +12,7 @@ namespace LORAFLEET_ISA {
 
 extern const Kernels kTable;
 const Kernels kTable = {
-    LORAFLEET_ISA_NAME, Linear, RmsNorm, SiluMul, Attend, Shrink, Expand,
+    LORAFLEET_ISA_NAME, Linear, RmsNorm, SiluMul, Attend, Shrink, Expand, Affine,
 };
 
 }  // namespace LORAFLEET_ISA

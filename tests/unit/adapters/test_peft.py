@@ -103,9 +103,6 @@ def test_what_peft_saves_has_pefts_deltas(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        ({"use_dora": True}, "use_dora"),
-        ({"bias": "lora_only"}, "bias"),
-        ({"lora_bias": True}, "lora_bias"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights"),
@@ -117,7 +114,7 @@ def test_what_peft_saves_has_pefts_deltas(tmp_path: Path, name: str) -> None:
 def test_what_peft_saves_with_options_we_do_not_honour_is_refused(
     tmp_path: Path, options: dict[str, Any], field: str
 ) -> None:
-    """C03, C06, C13, C17, C18, C20: as PEFT writes them, not as we imagine them."""
+    """C03, C06, C13, C20: as PEFT writes them, not as we imagine them."""
     config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **options)
     trained(config).save_pretrained(tmp_path)
     with pytest.raises(Unsupported, match=field) as caught:

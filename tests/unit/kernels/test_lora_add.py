@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from lorafleet_kernels import PoolShape, column_parts, lora_add, plan_segments, reference_lora_add
+from lorafleet_kernels import AFFINE, PoolShape, column_parts, lora_add, plan_segments, reference_lora_add
 
 SHAPES = [
     PoolShape(in_features=64, part_ends=(64, 96, 128), page_rows=8),
@@ -24,9 +24,12 @@ BATCHES: dict[str, list[tuple[int, list[str]]]] = {
     "base between": [(1, []), (3, ["a"]), (2, []), (1, ["c"])],
     "empty segment": [(0, ["a"]), (2, ["b"]), (0, [])],
     "mixed adapters": [(2, ["a", "b"]), (3, ["c", "a", "b"])],
+    "affine": [(1, ["a"]), (2, ["d"]), (9, ["d"]), (1, [])],
+    "mixed affine": [(2, ["a", "d", "e"]), (3, ["d", "e", "b"]), (1, ["e"])],
 }
-RANKS = {"a": 3, "b": 8, "c": 21}
-SCALES = {"a": 1.0, "b": -0.5, "c": 2.0}
+RANKS = {"a": 3, "b": 8, "c": 21, "d": 5, "e": 0}
+AFFINE_ADAPTERS = ("d", "e")
+SCALES = {"a": 1.0, "b": -0.5, "c": 2.0, "d": 1.0, "e": 0.25}
 
 
 @dataclass
@@ -48,12 +51,15 @@ def make(shape: PoolShape, batch: list[tuple[int, list[str]]]) -> Case:
     pages: dict[str, list[int]] = {}
     used = np.zeros((16, shape.num_parts), np.int32)
     for name, rank in RANKS.items():
-        pages[name] = [sum(map(len, pages.values())) + i for i in range(-(-rank // rows))]
+        count = -(-rank // rows) + (name in AFFINE_ADAPTERS)
+        pages[name] = [sum(map(len, pages.values())) + i for i in range(count)]
         for i, page in enumerate(pages[name]):
             # Parts have ranks of their own: the last is adapted by half as many rows.
             for part in range(shape.num_parts):
                 own = rank if part + 1 < shape.num_parts else (rank + 1) // 2
                 used[page, part] = min(rows, max(0, own - i * rows))
+        if name in AFFINE_ADAPTERS:
+            used[pages[name][-1], : max(1, shape.num_parts - 1)] = AFFINE
     draw = lambda *dims: rng.standard_normal(dims).astype(np.float32)  # noqa: E731
     tokens = sum(count for count, _ in batch)
     ids = [page for _, names in batch for name in names for page in pages[name]]
