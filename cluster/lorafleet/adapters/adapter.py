@@ -105,10 +105,7 @@ class LoraAdapter:
         NotFound
             The base has no such site.
         """
-        names = [site.name for site in self.base.sites]
-        if site_name not in names:
-            raise NotFound(f"base model {self.base.name!r} has no site {site_name!r}")
-        index = names.index(site_name)
+        index = self._site(site_name)
         site = self.base.sites[index]
         delta = np.zeros((site.out_features, site.in_features), dtype=np.float32)
         for module in self.modules:
@@ -120,6 +117,31 @@ class LoraAdapter:
                     if module.magnitude is not None and factors.affine and weights:
                         delta[rows] += factors.affine.gain[:, None] * weights.weight(index)[rows]
         return delta
+
+    def bias_delta(self, site_name: str, weights: BaseWeights | None = None) -> np.ndarray:
+        """The change of a site's bias, (out_features,) float32; zero where it has none.
+
+        `weights` as in `factors`; NotFound as in `delta`.
+        """
+        index = self._site(site_name)
+        delta = np.zeros(self.base.sites[index].out_features, np.float32)
+        for module in self.modules:
+            if module.targets[0].site != index:
+                continue
+            change = affine(module, *_scaled(module), weights)
+            if change is not None:
+                rows = slice(module.out_start, module.out_start + module.out_features)
+                bias = weights.bias(index) if weights is not None else None
+                # The shift of DoRA gives the base's bias back; a merged layer keeps it anyway.
+                kept = change.gain * bias[rows] if bias is not None else np.float32(0)
+                delta[rows] = change.shift + kept
+        return delta
+
+    def _site(self, name: str) -> int:
+        for index, site in enumerate(self.base.sites):
+            if site.name == name:
+                return index
+        raise NotFound(f"base model {self.base.name!r} has no site {name!r}")
 
     def manifest(self, name: str, created_at_s: float) -> VersionManifest:
         """What the registry keeps of it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from lorafleet import __version__
-from lorafleet.cli import adapter, bench, demo, doctor, fleet, generate, model
+from lorafleet.cli import adapter, bench, demo, doctor, fleet, generate, making, model
 from lorafleet.cli.output import run_command
 
 app = typer.Typer(
@@ -38,6 +38,8 @@ def _root(
 for command in (model.compile_, fleet.up, fleet.down, fleet.status, doctor.doctor):
     app.command(command.__name__.rstrip("_"))(command)
 app.add_typer(adapter.app, name="adapter")
+adapter.app.command("mix")(making.mix)
+app.command("merge")(making.merge)
 app.command("generate")(generate.generate)
 app.command("chat")(generate.chat)
 app.command("demo")(demo.demo)

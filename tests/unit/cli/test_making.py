@@ -1,0 +1,46 @@
+"""Commands that make adapters and models as files, as a user types them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lorafleet.cli.app import app
+from lorafleet.core.errors import InvalidInput
+from support.adapters import factors, write_adapter
+
+RUNNER = CliRunner()
+
+
+def test_mix_writes_a_directory_and_says_what_is_in_it(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        write_adapter(tmp_path / f"a{seed}", factors(seed=seed))
+    arguments = ["adapter", "mix", f"{tmp_path}/a1=0.7", f"{tmp_path}/a2=-1"]
+    result = RUNNER.invoke(app, [*arguments, "--out", f"{tmp_path}/mixed", "--json"])
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout)
+    assert said == {"directory": f"{tmp_path}/mixed", "modules": 8, "ranks": [8]}
+    assert json.loads((tmp_path / "mixed" / "adapter_config.json").read_text())["r"] == 8
+
+
+def test_merge_writes_a_model_that_the_compiler_reads(tmp_path: Path, tiny_source: Path) -> None:
+    write_adapter(tmp_path / "a")
+    arguments = ["merge", str(tiny_source), "--adapter", f"{tmp_path}/a=0.5"]
+    result = RUNNER.invoke(app, [*arguments, "--out", f"{tmp_path}/merged", "--dtype", "float16"])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "merged" / "config.json").is_file()
+    assert "lorafleet compile" in result.stdout
+
+
+def test_a_weight_that_is_no_number_is_named(tmp_path: Path) -> None:
+    result = RUNNER.invoke(app, ["adapter", "mix", "a=much", "--out", f"{tmp_path}/mixed"])
+    assert isinstance(result.exception, InvalidInput)
+    assert "a=much" in result.exception.message
+
+
+@pytest.mark.parametrize("command", [["adapter", "mix"], ["merge"]])
+def test_help_teaches_with_an_example(command: list[str]) -> None:
+    assert "Example" in RUNNER.invoke(app, [*command, "--help"]).output
