@@ -66,11 +66,7 @@ class LoraAdapter:
 
     @property
     def weights_bytes(self) -> int:
-        return sum(
-            factor.file.raw(factor.tensor).nbytes
-            for module in self.modules
-            for factor in module.factors
-        )
+        return sum(factor.num_bytes for module in self.modules for factor in module.factors)
 
     @property
     def dtype(self) -> str:
@@ -193,7 +189,7 @@ def _version(modules: Iterable[AdaptedModule], base: BaseModel) -> str:
             factor.kind,
             factor.dtype,
             list(factor.shape),
-            hashlib.sha256(factor.file.raw(factor.tensor).data).hexdigest(),
+            hashlib.sha256(factor.raw().data).hexdigest(),
         ]
         for module in modules
         for factor in module.factors

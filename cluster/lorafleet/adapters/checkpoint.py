@@ -23,15 +23,20 @@ _MAX_NAME = 1024
 Kind = Literal["A", "B", "magnitude", "lora_bias", "bias"]
 """lora_A, lora_B, DoRA's magnitudes, the bias of lora_B, a trained bias of the layer itself."""
 
+# In memory, PEFT puts the adapter's name between the factor's and `weight`; some tools save that.
+_OWN_NAME = r"(?:\.(?P<name>(?!weight$)[^.]+))?"
+
 # The first that matches decides.
 _KINDS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
-    ("A", re.compile(r"(?P<module>.+)\.lora_A(?:\.default)?\.weight")),
-    ("B", re.compile(r"(?P<module>.+)\.lora_B(?:\.default)?\.weight")),
+    ("A", re.compile(rf"(?P<module>.+)\.lora_A{_OWN_NAME}\.weight")),
+    ("B", re.compile(rf"(?P<module>.+)\.lora_B{_OWN_NAME}\.weight")),
+    ("A", re.compile(r"(?P<module>.+)\.(?P<transposed>lora_a)")),
+    ("B", re.compile(r"(?P<module>.+)\.(?P<transposed>lora_b)")),
     (
         "magnitude",
-        re.compile(r"(?P<module>.+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?"),
+        re.compile(rf"(?P<module>.+)\.lora_magnitude_vector{_OWN_NAME}(?:\.weight)?"),
     ),
-    ("lora_bias", re.compile(r"(?P<module>.+)\.lora_B(?:\.default)?\.bias")),
+    ("lora_bias", re.compile(rf"(?P<module>.+)\.lora_B{_OWN_NAME}\.bias")),
     ("bias", re.compile(r"(?P<module>.+?)(?:\.base_layer)?\.bias")),
 )
 
@@ -39,11 +44,6 @@ _KINDS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
 _STRANGERS = (
     (re.compile(r".*\.lora_embedding_[AB](\..*)?"), "LoRA on an embedding"),
     (re.compile(r".*\.lora_E(\..*)?|.*\.lora_[AB]"), "an AdaLoRA factor"),
-    (re.compile(r".*\.lora_[ab]"), "a factor in MLX's layout; convert the adapter to PEFT's"),
-    (
-        re.compile(r".*\.lora_[AB]\.[^.]+\.weight"),
-        "a factor under an adapter name of its own; save the adapter with save_pretrained",
-    ),
     (re.compile(r".*\.hada_.*"), "a LoHa factor"),
     (re.compile(r".*\.lokr_.*"), "a LoKr factor"),
     (re.compile(r".*vera_lambda_.*|.*vera_[AB].*"), "a VeRA factor"),
@@ -59,12 +59,17 @@ _STRANGERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factor:
-    """One tensor of an adapted layer; `module` is its path with PEFT's prefix removed."""
+    """One tensor of an adapted layer; `module` is its path with PEFT's prefix removed.
+
+    `transposed` factors lie in the file as MLX saves them, A as (in, r) and B as (r, out); shape,
+    values and bytes here are PEFT's all the same.
+    """
 
     tensor: str
     module: str
     kind: Kind
     file: SafetensorsFile
+    transposed: bool = False
 
     @property
     def dtype(self) -> str:
@@ -73,11 +78,27 @@ class Factor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.file.info(self.tensor)[1]
+        shape = self.file.info(self.tensor)[1]
+        return shape[::-1] if self.transposed else shape
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size in the file."""
+        return int(self.file.raw(self.tensor).nbytes)
+
+    def raw(self) -> np.ndarray:
+        """The bytes of its values in the order of `shape`, uint8."""
+        raw = self.file.raw(self.tensor)
+        if not self.transposed:
+            return raw
+        stored = self.shape[::-1]
+        items = raw.reshape(*stored, -1)
+        return np.ascontiguousarray(np.moveaxis(items, 0, 1)).reshape(-1)
 
     def values(self) -> np.ndarray:
         """The tensor, widened to float32."""
-        return self.file.read_f32(self.tensor)
+        values = self.file.read_f32(self.tensor)
+        return np.ascontiguousarray(values.T) if self.transposed else values
 
     def invalid(self, what: str) -> InvalidAdapter:
         """This tensor is broken or does not fit."""
@@ -101,12 +122,13 @@ def read_factors(files: AdapterFiles) -> list[Factor]:
         A tensor is nothing that an adapter of linear layers has; it is named.
     """
     factors = []
+    own_names: dict[str, str] = {}
     for path in files.weights:
         file = SafetensorsFile(path)
         names = file.names()
         if files.index is not None:
             _check_index(path.name, names, files.index)
-        factors += [_factor(name, file) for name in names]
+        factors += [_factor(name, file, own_names) for name in names]
     if not factors:
         raise invalid(WEIGHTS_FILE, "holds no tensors")
     return factors
@@ -131,16 +153,36 @@ def _check_index(shard: str, names: list[str], index: Mapping[str, str]) -> None
         )
 
 
-def _factor(name: str, file: SafetensorsFile) -> Factor:
+def _factor(name: str, file: SafetensorsFile, own_names: dict[str, str]) -> Factor:
     shard = file.path.name
     if len(name) > _MAX_NAME:
         text = f"tensor {shown_name(name)} has a name of over {_MAX_NAME} characters"
         raise invalid(shard, text, tensor=name)
     for kind, pattern in _KINDS:
         if match := pattern.fullmatch(name):
-            module = match["module"].removeprefix("base_model.model.")
-            return Factor(tensor=name, module=module, kind=kind, file=file)
+            groups = match.groupdict()
+            _check_own_name(name, groups.get("name") or "default", shard, own_names)
+            return Factor(
+                tensor=name,
+                module=match["module"].removeprefix("base_model.model."),
+                kind=kind,
+                file=file,
+                transposed=groups.get("transposed") is not None and len(file.info(name)[1]) == 2,
+            )
     stranger = next((what for pattern, what in _STRANGERS if pattern.fullmatch(name)), None)
     verdict = f"is {stranger}, which is not supported" if stranger else "is no LoRA factor"
     text = f"tensor {shown_name(name)} of shape {list(file.info(name)[1])} {verdict}"
     raise unsupported(shard, text, tensor=name)
+
+
+def _check_own_name(tensor: str, own: str, shard: str, seen: dict[str, str]) -> None:
+    """See that all tensors are of one adapter; `seen` has a tensor of each adapter's name."""
+    seen.setdefault(own, tensor)
+    if len(seen) > 1:
+        other = next(tensor for name, tensor in seen.items() if name != own)
+        raise invalid(
+            shard,
+            f"tensor {shown_name(tensor)} is of another adapter than {shown_name(other)}; save "
+            "each with save_pretrained",
+            tensor=tensor,
+        )

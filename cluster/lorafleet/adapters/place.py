@@ -186,10 +186,19 @@ class _Directory:
         )
 
 
+# What wrappers of training (compilation, sharding, checkpointing, data parallelism) put into paths,
+# and the name under which multi-modal classes nest the language model.
+_WRAPPERS = frozenset(
+    "_orig_mod _fsdp_wrapped_module _checkpoint_wrapped_module module language_model".split()
+)
+
+
 def _spellings(module: str) -> Iterator[str]:
-    """A module's path, and the paths it has in classes that nest the language model otherwise."""
+    """A module's path, and the paths it has in classes that wrap or nest the model otherwise."""
     yield module
-    plain = ".".join(part for part in module.split(".") if part != "language_model")
+    plain = ".".join(part for part in module.split(".") if part not in _WRAPPERS)
+    if plain != module:
+        plain = plain.removeprefix("base_model.model.")  # a wrapper had hidden it
     yield plain
     yield f"model.{plain}"
     yield plain.removeprefix("model.")

@@ -58,6 +58,11 @@ def refusal(directory: Path) -> LorafleetError:
         (PREFIX, ""),
         (f"{PREFIX}model.", f"{PREFIX}model.language_model."),
         (f"{PREFIX}model.", f"{PREFIX}language_model.model."),
+        (".weight", ".mine.weight"),
+        (PREFIX, f"_orig_mod.{PREFIX}"),
+        (f"{PREFIX}model.", f"{PREFIX}_orig_mod.model."),
+        (".self_attn.", "._fsdp_wrapped_module._checkpoint_wrapped_module.self_attn."),
+        (PREFIX, f"module.{PREFIX}"),
     ],
 )
 def test_c01_spellings_of_names_give_the_same_version(tmp_path: Path, old: str, new: str) -> None:
@@ -74,9 +79,32 @@ def test_c01_a_tensor_of_no_layer_is_refused_by_name(tmp_path: Path) -> None:
     assert error.facts["tensor"].startswith(PREFIX)
 
 
-def test_c01_mlx_layout_is_refused_by_name(tmp_path: Path) -> None:
-    tensors = {"model.layers.0.self_attn.q_proj.lora_a": np.zeros((64, 4), np.float32)}
-    assert "MLX" in refusal(write_adapter(tmp_path, tensors)).message
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_c01_mlx_layout_is_transposed_and_gives_the_same_version(
+    tmp_path: Path, dtype: type
+) -> None:
+    tensors = {name: value.astype(dtype) for name, value in factors().items()}
+    mlx = {
+        name.removeprefix(PREFIX)
+        .replace("lora_A.weight", "lora_a")
+        .replace("lora_B.weight", "lora_b"): value.T
+        for name, value in tensors.items()
+    }
+    canonical = load_adapter(write_adapter(tmp_path / "a", tensors), BASE)
+    other = load_adapter(write_adapter(tmp_path / "b", mlx), BASE)
+    assert other.version == canonical.version
+    site = BASE.sites[0].name
+    assert (other.delta(site) == canonical.delta(site)).all()
+
+
+def test_c01_mlx_factors_that_are_not_transposed_are_refused_with_both_shapes(
+    tmp_path: Path,
+) -> None:
+    tensors = {"model.layers.0.self_attn.q_proj.lora_a": np.zeros((4, 64), np.float32)}
+    tensors["model.layers.0.self_attn.q_proj.lora_b"] = np.zeros((64, 4), np.float32)
+    error = refusal(write_adapter(tmp_path, tensors))
+    assert "[64, 4]" in error.message
+    assert "[4, 64]" in error.message
 
 
 @pytest.mark.parametrize(

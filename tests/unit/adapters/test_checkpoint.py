@@ -46,6 +46,9 @@ def test_a_factor_knows_its_module(tmp_path: Path, name: str, module: str) -> No
     [
         ("lora_A.weight", "A"),
         ("lora_B.default.weight", "B"),
+        ("lora_A.mine.weight", "A"),
+        ("lora_a", "A"),
+        ("lora_b", "B"),
         ("lora_magnitude_vector", "magnitude"),
         ("lora_magnitude_vector.weight", "magnitude"),
         ("lora_magnitude_vector.default.weight", "magnitude"),
@@ -67,8 +70,6 @@ def test_a_tensor_is_of_one_kind(tmp_path: Path, suffix: str, kind: str) -> None
         ("lora_embedding_B.default", "LoRA on an embedding"),
         ("lora_E", "AdaLoRA"),
         ("lora_A", "AdaLoRA"),
-        ("lora_a", "MLX"),
-        ("lora_A.mine.weight", "an adapter name of its own"),
         ("hada_w1_a", "LoHa"),
         ("lokr_w1", "LoKr"),
         ("vera_lambda_b", "VeRA"),
@@ -98,3 +99,10 @@ def test_names_of_kilobytes_are_refused_at_once(tmp_path: Path) -> None:
     error = refusal(tmp_path, "x.lora_B." * 20_000 + "bias")
     assert len(error.message) < 400
     assert len(error.facts["tensor"]) <= 200
+
+
+def test_factors_of_two_adapters_in_one_file_are_refused(tmp_path: Path) -> None:
+    names = [f"{PREFIX}{MODULE}.lora_{factor}.{own}.weight" for factor, own in ("Ay", "Bx")]
+    error = refusal(tmp_path, *names)
+    assert "another adapter" in error.message
+    assert error.facts["tensor"] == names[1]

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from lorafleet_kernels import AFFINE, PoolShape, column_parts, lora_add, plan_segments, reference_lora_add
+from lorafleet_kernels import (
+    AFFINE,
+    PoolShape,
+    column_parts,
+    lora_add,
+    plan_segments,
+    reference_lora_add,
+)
 
 SHAPES = [
     PoolShape(in_features=64, part_ends=(64, 96, 128), page_rows=8),
