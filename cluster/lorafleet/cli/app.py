@@ -39,6 +39,7 @@ for command in (model.compile_, fleet.up, fleet.down, fleet.status, doctor.docto
     app.command(command.__name__.rstrip("_"))(command)
 app.add_typer(adapter.app, name="adapter")
 adapter.app.command("mix")(making.mix)
+adapter.app.command("convert")(making.convert)
 app.command("merge")(making.merge)
 app.command("generate")(generate.generate)
 app.command("chat")(generate.chat)

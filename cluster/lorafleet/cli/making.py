@@ -1,4 +1,4 @@
-"""`lorafleet adapter mix` and `lorafleet merge`: new adapters and new base models, as files."""
+"""`lorafleet adapter mix`, `adapter convert`, `merge`: new adapters and base models, as files."""
 
 from __future__ import annotations
 
@@ -58,6 +58,46 @@ def mix(
         print_json({"directory": str(out_dir), "modules": len(mixed.modules), "ranks": ranks})
     else:
         out.print(f"{out_dir}: {len(mixed.modules)} modules, rank {', '.join(map(str, ranks))}")
+
+
+def convert(
+    source: Annotated[
+        Path, typer.Argument(help="A PEFT directory, or a .gguf file of a LoRA adapter.")
+    ],
+    out_path: Annotated[
+        Path, typer.Option("--out", help="A new PEFT directory, or a new .gguf file.")
+    ],
+    model: Annotated[
+        Path | None,
+        typer.Option(help="The base model, for its heads' order; the default one if not given."),
+    ] = None,
+    allow_pickle: Annotated[
+        bool,
+        typer.Option(
+            "--allow-pickle",
+            help="Read adapter_model.bin. It is read as tensors; code in it is refused, never run.",
+        ),
+    ] = False,
+    json: JsonOption = False,
+) -> None:
+    """Convert an adapter between PEFT and GGUF, or from a pickle to safetensors.
+
+    Examples: `lorafleet adapter convert ./my-adapter --out my-adapter.gguf`;
+    `lorafleet adapter convert ./old --allow-pickle --out ./new`
+    """
+    from lorafleet.adapters.convert import read_any, write_any
+    from lorafleet.adapters.gguf_lora import Heads
+    from lorafleet.compiler import default_source, open_checkpoint
+
+    config = open_checkpoint(model or default_source()).config
+    heads = config["num_attention_heads"]
+    order = Heads(query=heads, key=config.get("num_key_value_heads") or heads)
+    adapter = read_any(source, order, allow_pickle=allow_pickle)
+    write_any(adapter, out_path, order)
+    if json:
+        print_json({"path": str(out_path), "modules": len(adapter.modules)})
+    else:
+        out.print(f"{out_path}: {len(adapter.modules)} modules")
 
 
 def merge(
