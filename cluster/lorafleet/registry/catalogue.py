@@ -11,13 +11,15 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Callable
+from typing import TypeVar
 
 from lorafleet.core.errors import Conflict, LorafleetError, NotFound, Unavailable
 from lorafleet.core.log import get_logger
 from lorafleet.core.manifest import VersionManifest
 from lorafleet.core.names import AdapterRef
 from lorafleet.core.record import AdapterRecord
-from lorafleet.registry.store import Cursor, RegistryStore
+from lorafleet.registry.feed import Cursor, Prefetch
+from lorafleet.registry.store import RegistryStore
 
 _WAIT_S = 1.0
 _FIRST_PAUSE_S = 0.1
@@ -27,6 +29,11 @@ _log = get_logger(__name__)
 
 Listener = Callable[[frozenset[str]], None]
 """Called with the names of adapters that were added, changed or removed."""
+
+PrefetchListener = Callable[[Prefetch], None]
+"""Called with a hint that a version should be loaded."""
+
+T = TypeVar("T")
 
 
 class Catalogue:
@@ -54,6 +61,7 @@ class Catalogue:
         self._connected = False
         self._synced = asyncio.Event()
         self._listeners: list[Listener] = []
+        self._prefetch_listeners: list[PrefetchListener] = []
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, *, wait_s: float = 5.0) -> None:
@@ -121,9 +129,12 @@ class Catalogue:
             raise NotFound(f"adapter {name!r} is not registered", adapter=name)
         return record
 
-    def resolve(self, ref: AdapterRef) -> VersionManifest:
-        """Return the version that a reference means now; errors as in `adapter`."""
-        return self.adapter(ref.name).resolve(ref)
+    def resolve(self, ref: AdapterRef, sticky_key: str = "") -> VersionManifest:
+        """Return the version that a reference means now; errors as in `adapter`.
+
+        Of a split alias, requests with the same sticky key get the same version.
+        """
+        return self.adapter(ref.name).resolve(ref, sticky_key)
 
     def manifest(self, version_id: str) -> VersionManifest:
         """Return a version by its id alone; errors as in `adapter`.
@@ -150,6 +161,16 @@ class Catalogue:
         def end() -> None:
             with contextlib.suppress(ValueError):
                 self._listeners.remove(listener)
+
+        return end
+
+    def on_prefetch(self, listener: PrefetchListener) -> Callable[[], None]:
+        """Call a function at each hint to load a version; as `on_change`."""
+        self._prefetch_listeners.append(listener)
+
+        def end() -> None:
+            with contextlib.suppress(ValueError):
+                self._prefetch_listeners.remove(listener)
 
         return end
 
@@ -197,6 +218,8 @@ class Catalogue:
             names = sorted(changes.names)
             records = await self._store.get_adapters(names)
             self._apply(dict(zip(names, records, strict=True)), changes.cursor)
+            for hint in changes.prefetches:
+                _tell(self._prefetch_listeners, hint)
 
     def _apply(self, records: dict[str, AdapterRecord | None], cursor: Cursor) -> None:
         """Make the view contain these records, all at once; None removes an adapter."""
@@ -207,11 +230,7 @@ class Catalogue:
         for name in changed:
             self._replace(name, records[name])
         if changed:
-            for listener in self._listeners[:]:
-                try:
-                    listener(changed)
-                except Exception as error:
-                    _log.error("a listener of the catalogue failed", exc_info=error)
+            _tell(self._listeners, changed)
 
     def _replace(self, name: str, record: AdapterRecord | None) -> None:
         old = self._adapters.pop(name, None)
@@ -228,3 +247,11 @@ class Catalogue:
     def _require_synced(self) -> None:
         if not self.synced:
             raise Unavailable("the registry has not been read yet; it is being tried")
+
+
+def _tell(listeners: list[Callable[[T], None]], what: T) -> None:
+    for listener in listeners[:]:
+        try:
+            listener(what)
+        except Exception as error:
+            _log.error("a listener of the catalogue failed", exc_info=error)

@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 
 from lorafleet.core.errors import Conflict, NotFound
-from lorafleet.registry import scripts
+from lorafleet.registry import lease_scripts as scripts
 from lorafleet.registry.link import RedisLink, key
 
 _KEYS = (key("leases"), key("lease_deadlines"), key("lease_epochs"))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lorafleet.core.errors import NotFound
 from lorafleet.core.manifest import VersionManifest
 from lorafleet.core.names import AdapterRef, parse_ref
-from lorafleet.core.record import AdapterRecord
+from lorafleet.core.record import AdapterRecord, Share, Target
 
 
 def _manifest(number: int) -> VersionManifest:
@@ -27,7 +29,7 @@ def _manifest(number: int) -> VersionManifest:
 
 RECORD = AdapterRecord(
     name="org/a",
-    aliases={"latest": _manifest(2).id, "prod": _manifest(1).id},
+    aliases={"latest": Target.to(_manifest(2).id), "prod": Target.to(_manifest(1).id)},
     versions=(_manifest(1), _manifest(2)),
 )
 
@@ -52,3 +54,28 @@ def test_what_it_does_not_have_is_not_found_by_name() -> None:
     with pytest.raises(NotFound) as caught:
         RECORD.resolve(_ref(f"org/a@{_manifest(3).id}"))
     assert caught.value.facts == {"adapter": "org/a", "version": _manifest(3).id}
+
+
+@given(
+    weights=st.lists(st.integers(1, 1000), min_size=1, max_size=5),
+    keys=st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=20),
+)
+def test_a_split_is_sticky_and_a_weight_that_grows_only_gains_keys(
+    weights: list[int], keys: list[str]
+) -> None:
+    target = Target(
+        tuple(Share(version=f"v{i}", weight=weight) for i, weight in enumerate(weights))
+    )
+    first, *rest = target.shares
+    grown = Target((Share(version=first.version, weight=first.weight * 3), *rest))
+    for key in keys:
+        before = target.pick(key)
+        assert before == target.pick(key)
+        assert grown.pick(key) in (before, first.version)
+
+
+def test_a_split_follows_its_weights_with_and_without_keys() -> None:
+    target = Target((Share(version="a", weight=90), Share(version="b", weight=10)))
+    for keys in ([f"user-{i}" for i in range(4000)], [""] * 4000):
+        share = sum(target.pick(key) == "b" for key in keys) / len(keys)
+        assert 0.07 < share < 0.13

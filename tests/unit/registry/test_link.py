@@ -54,7 +54,7 @@ async def test_a_lost_reply_to_a_delete_is_not_taken_for_absence(
     # The script is loaded first, so that the next reply with this text is the deletion's own.
     await store.publish_version(make_manifest("b", 1))
     await store.delete_adapter("b")
-    proxy.swallow = b":1\r\n"
+    proxy.swallow = b"deleted"
     await store.delete_adapter("a")
     assert proxy.num_swallowed == 1
     assert await store.count_adapters() == 0

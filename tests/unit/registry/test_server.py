@@ -104,7 +104,7 @@ def test_it_serves_pushes_from_start_to_sigterm(
         messages = push_messages(make_adapter(tmp_path / "a"), "org/a")
         version = stub.PushAdapter(messages, timeout=20).version
         listed = stub.ListAdapters(pb.ListAdaptersRequest(), timeout=5).adapters
-        assert [adapter.aliases["latest"] for adapter in listed] == [version.id]
+        assert [adapter.aliases["latest"].shares[0].version for adapter in listed] == [version.id]
         _wait_serving(channel)
         assert _health(channel, "") == "SERVING"
         services = ProtoReflectionDescriptorDatabase(channel).get_services()

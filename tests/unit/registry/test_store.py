@@ -12,6 +12,7 @@ import redis
 
 from lorafleet.core.errors import AlreadyExists, Conflict, Internal, LorafleetError, NotFound
 from lorafleet.core.manifest import VersionManifest
+from lorafleet.core.record import Target
 from lorafleet.registry import LinkOptions, RegistryStore, scripts
 from lorafleet.registry.store import Cursor
 
@@ -28,7 +29,7 @@ async def test_a_published_version_is_latest(
     record = await store.get_adapter("org/a")
     assert record.name == "org/a"
     assert record.versions == (manifest,)
-    assert record.aliases == {"latest": manifest.id}
+    assert record.aliases == {"latest": Target.to(manifest.id)}
 
 
 async def test_publishing_again_changes_nothing_and_keeps_the_first_manifest(
@@ -157,7 +158,10 @@ async def test_an_alias_points_at_a_version_of_its_own_adapter(
         await store.publish_version(make_manifest("a", number))
     await store.publish_version(make_manifest("b", 3))
     record = await store.set_alias("a", "prod", make_manifest("a", 1).id)
-    assert record.aliases == {"latest": make_manifest("a", 2).id, "prod": make_manifest("a", 1).id}
+    assert record.aliases == {
+        "latest": Target.to(make_manifest("a", 2).id),
+        "prod": Target.to(make_manifest("a", 1).id),
+    }
     with pytest.raises(NotFound, match="has no version"):
         await store.set_alias("a", "prod", make_manifest("b", 3).id)
     assert (await store.get_adapter("a")).aliases == record.aliases
@@ -175,7 +179,7 @@ async def test_a_deleted_adapter_is_gone_and_its_name_is_free(
         await store.delete_adapter("a")
     assert await store.list_adapters(limit=10) == []
     await store.publish_version(make_manifest("a", 2), if_new=True)
-    assert (await store.get_adapter("a")).aliases == {"latest": make_manifest("a", 2).id}
+    assert (await store.get_adapter("a")).aliases == {"latest": Target.to(make_manifest("a", 2).id)}
 
 
 async def test_pages_go_through_all_adapters_in_the_order_of_names(
@@ -199,7 +203,7 @@ async def test_every_key_is_in_one_hash_slot(
     await store.leases.register("r", "127.0.0.1:1", "sha256:b")
     with redis.Redis.from_url(redis_url, decode_responses=True) as client:
         keys = client.keys()
-    assert len(keys) == 7
+    assert len(keys) == 9
     assert all(key.startswith("{lorafleet}:") for key in keys)
 
 

@@ -18,6 +18,7 @@ from lorafleet.core.errors import (
     NotFound,
     Unavailable,
 )
+from lorafleet.core.record import Target
 from lorafleet.sdk import Client, Delta, Finished, Sampling, Started
 
 
@@ -63,7 +64,7 @@ def test_adapters_are_listed_pointed_at_and_deleted(client, adapter_dir) -> None
     assert client.push_adapter(adapter_dir(3), name="sql")[1] is False
     assert [record.name for record in client.list_adapters()] == ["acme/json", "sql"]
     record = client.set_alias("acme/json", "prod", old.id)
-    assert record.aliases == {"latest": new.id, "prod": old.id}
+    assert record.aliases == {"latest": Target.to(new.id), "prod": Target.to(old.id)}
     assert client.get_adapter("acme/json") == record
     assert client.complete("hi", adapter="acme/json@prod").version == old.id
     assert client.complete("hi", adapter="acme/json").version == new.id
