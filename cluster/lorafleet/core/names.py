@@ -76,6 +76,23 @@ def check_alias(text: str) -> str:
     return text
 
 
+def check_part(text: str, field: str) -> str:
+    """Return a text that follows the rule for a part of a name: a tenant, a label's key.
+
+    Raises
+    ------
+    InvalidInput
+        It does not; `field` is named.
+    """
+    if not _ALIAS.fullmatch(text):
+        raise InvalidInput(
+            f"{field} {text[:80]!r} is not valid: expected 1 to 64 characters of A-Z a-z 0-9 . _ - "
+            "starting with a letter or digit",
+            field=field,
+        )
+    return text
+
+
 def is_version_id(text: str) -> bool:
     """Whether the text has the form of a version id."""
     return _VERSION.fullmatch(text) is not None

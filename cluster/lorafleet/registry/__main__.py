@@ -16,8 +16,9 @@ from pathlib import Path
 
 from lorafleet.core.errors import LorafleetError
 from lorafleet.core.log import configure
+from lorafleet.registry.changes import DEFAULT_GRACE_S
+from lorafleet.registry.pushing import PushLimits
 from lorafleet.registry.server import RegistryServer, ServerOptions
-from lorafleet.registry.service import PushLimits
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,6 +44,11 @@ async def _serve(options: argparse.Namespace) -> int:
             model_dir=options.model_dir,
             listen=options.listen,
             limits=PushLimits(max_adapter_bytes=options.max_adapter_bytes),
+            operator_key_file=options.operator_key_file,
+            auth=False if options.no_auth else None,
+            allow_sources=tuple(options.allow_source),
+            trash_grace_s=options.trash_grace_s,
+            gc_every_s=options.gc_every_s,
         )
     )
     address = await server.start()
@@ -79,6 +85,28 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--listen", default="127.0.0.1:8471", metavar="HOST:PORT", help="port 0 picks one")
     add("--address-file", type=Path, metavar="FILE", help="gets HOST:PORT while it serves")
     add("--max-adapter-bytes", type=int, default=4 << 30, metavar="N", help="default 4 GiB")
+    add(
+        "--operator-key-file",
+        type=Path,
+        metavar="FILE",
+        help="the operator's API key; made if absent; callers then need a key",
+    )
+    add("--no-auth", action="store_true", help="ask nobody for a key; on loopback only")
+    add(
+        "--allow-source",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="import adapters from at or below it; repeatable; default: from nowhere",
+    )
+    add(
+        "--trash-grace-s",
+        type=float,
+        default=DEFAULT_GRACE_S,
+        metavar="S",
+        help="how long deleted adapters can be restored; default a day",
+    )
+    add("--gc-every-s", type=float, default=3600.0, metavar="S", help="between collections")
     add("--grace-s", type=float, default=10.0, metavar="S", help="for running calls at the end")
     add("--log-file", type=Path, metavar="FILE", help="default: standard error")
     add("--log-level", default="info", help="debug, info, warning or error")

@@ -6,6 +6,9 @@ all. It knows no adapter names and no Redis. The service fills it, replicas load
     sha256/ab/cd/abcd...   one file each, read-only
     staging/<random>/      a push on its way; removed at its end, or as garbage after a crash
     versions/<hex>-<hex>/  a version's files under their own names: hard links, made when asked for
+    partial/<tenant>-<hex> what came of a file before its push broke off; taken up by the next
+    owners/<tenant>/<hex>  an empty file for each blob that a tenant has pushed: knowing a digest
+                           gives nobody another tenant's file
 """
 
 from __future__ import annotations
@@ -20,162 +23,20 @@ import secrets
 import shutil
 import time
 from collections.abc import Collection, Iterator
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple
 from pathlib import Path
-from typing import BinaryIO
 
-from lorafleet.core.errors import Exhausted, InvalidAdapter, InvalidInput, Unavailable
+from lorafleet.core.errors import InvalidInput, Unavailable
 from lorafleet.core.manifest import FileEntry, VersionManifest
-
-_FILE_NAME = re.compile(
-    r"adapter_config\.json|adapter_model\.safetensors(\.index\.json)?"
-    r"|adapter_model-\d{5}-of-\d{5}\.safetensors"
+from lorafleet.core.names import DEFAULT_TENANT
+from lorafleet.registry.staging import (
+    DIGEST,
+    Staging,
+    check_file_entry,
+    full_disk_is_exhausted,
 )
-_FILE_NAME_RULE = (
-    "adapter_config.json, adapter_model.safetensors, or numbered shards with their index"
-)
-_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
-_MAX_JSON_BYTES = 8 << 20
-"""JSON is read into memory as a whole; real configs have a few KiB, real indexes under 1 MiB."""
-
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 _VERSION = re.compile(r"sha256:([0-9a-f]{64})")
-
-
-def check_file_entry(entry: FileEntry) -> None:
-    """Refuse a file that no adapter may have.
-
-    Raises
-    ------
-    InvalidAdapter
-        The name is none of an adapter's, or size or digest are malformed.
-    """
-    if not _FILE_NAME.fullmatch(entry.name):
-        pickled = entry.name.endswith(_PICKLE_SUFFIXES)
-        raise InvalidAdapter(
-            f"file {entry.name!r} is not accepted: expected {_FILE_NAME_RULE}"
-            + ("; a pickle runs code when opened, save as safetensors" if pickled else ""),
-            file=entry.name,
-            field="name",
-        )
-    if not _DIGEST.fullmatch(entry.sha256):
-        raise InvalidAdapter(
-            f"{entry.name}: expected 64 lower-case hex digits as sha256, got {entry.sha256!r}",
-            file=entry.name,
-            field="sha256",
-        )
-    if entry.size_bytes <= 0:
-        raise InvalidAdapter(f"{entry.name} is empty", file=entry.name, field="size_bytes")
-    if entry.name.endswith(".json") and entry.size_bytes > _MAX_JSON_BYTES:
-        raise InvalidAdapter(
-            f"{entry.name}: expected at most {_MAX_JSON_BYTES} bytes, got {entry.size_bytes}",
-            file=entry.name,
-            field="size_bytes",
-        )
-
-
-class StagedFile:
-    """A file being received: its size and digest are checked as it comes in.
-
-    Use it as a context manager, which closes it; it counts as received once `finish` has returned.
-    """
-
-    def __init__(self, path: Path, entry: FileEntry, finished: dict[str, FileEntry]) -> None:
-        self._path = path
-        self._entry = entry
-        self._finished = finished
-        self._digest = hashlib.sha256()
-        self._received_bytes = 0
-        self._file: BinaryIO | None = None
-
-    @property
-    def missing_bytes(self) -> int:
-        """How much is still to come."""
-        return self._entry.size_bytes - self._received_bytes
-
-    def write(self, chunk: bytes) -> None:
-        """Append a chunk.
-
-        Raises
-        ------
-        InvalidAdapter
-            The file would be longer than announced.
-        Exhausted
-            The disk is full.
-        """
-        if len(chunk) > self.missing_bytes:
-            raise InvalidAdapter(
-                f"{self._entry.name}: expected {self._entry.size_bytes} bytes, got at least "
-                f"{self._received_bytes + len(chunk)}",
-                file=self._entry.name,
-                field="size_bytes",
-            )
-        with _full_disk_is_exhausted():
-            self._open_file().write(chunk)
-        self._digest.update(chunk)
-        self._received_bytes += len(chunk)
-
-    def finish(self) -> None:
-        """Check that the file is whole and make it durable; errors as in `write`."""
-        self._check_whole()
-        with _full_disk_is_exhausted():
-            self._open_file().flush()
-            os.fsync(self._open_file().fileno())
-        self._finished[self._entry.name] = self._entry
-
-    def __enter__(self) -> StagedFile:
-        self._file = self._path.open("xb")
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self._open_file().close()
-
-    def _open_file(self) -> BinaryIO:
-        assert self._file is not None, "used outside of its context"
-        return self._file
-
-    def _check_whole(self) -> None:
-        if self.missing_bytes:
-            raise InvalidAdapter(
-                f"{self._entry.name}: expected {self._entry.size_bytes} bytes, got "
-                f"{self._received_bytes}",
-                file=self._entry.name,
-                field="size_bytes",
-            )
-        digest = self._digest.hexdigest()
-        if digest != self._entry.sha256:
-            raise InvalidAdapter(
-                f"{self._entry.name}: expected sha256 {self._entry.sha256}, got {digest}",
-                file=self._entry.name,
-                field="sha256",
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Staging:
-    """A directory for the files of one push; gone when its context ends."""
-
-    directory: Path
-    _finished: dict[str, FileEntry] = field(default_factory=dict)
-
-    def file(self, entry: FileEntry) -> StagedFile:
-        """Open the next file for writing.
-
-        Raises
-        ------
-        InvalidAdapter
-            No adapter may have such a file, or it was there already.
-        """
-        check_file_entry(entry)
-        if entry.name in self._finished:
-            raise InvalidAdapter(f"{entry.name} comes twice", file=entry.name, field="name")
-        return StagedFile(self.directory / entry.name, entry, self._finished)
-
-    @property
-    def entries(self) -> tuple[FileEntry, ...]:
-        """The files received whole, in order."""
-        return tuple(self._finished.values())
 
 
 class BlobStore:
@@ -192,7 +53,7 @@ class BlobStore:
 
     def path(self, sha256: str) -> Path:
         """Where a blob is, or would be."""
-        if not _DIGEST.fullmatch(sha256):
+        if not DIGEST.fullmatch(sha256):
             raise InvalidInput(f"{sha256!r} is no sha256", field="sha256")
         return self._root / "sha256" / sha256[:2] / sha256[2:4] / sha256
 
@@ -201,15 +62,35 @@ class BlobStore:
         return self.path(sha256).is_file()
 
     @contextlib.contextmanager
-    def open_staging(self) -> Iterator[Staging]:
+    def open_staging(self, tenant: str = DEFAULT_TENANT) -> Iterator[Staging]:
         """Make a directory for a push; whatever is left in it at the end is removed."""
         directory = self._root / "staging" / secrets.token_hex(16)
-        with _full_disk_is_exhausted():
+        with full_disk_is_exhausted():
             directory.mkdir(parents=True, mode=0o700)
         try:
-            yield Staging(directory=directory)
+            yield Staging(directory=directory, tenant=tenant)
         finally:
             shutil.rmtree(directory, ignore_errors=True)
+
+    def held(self, tenant: str, entry: FileEntry) -> tuple[Path, int] | None:
+        """Where a file of a tenant's push is held already, and how many leading bytes of it."""
+        if (self._owners(tenant) / entry.sha256).exists() and self.has(entry.sha256):
+            return self.path(entry.sha256), entry.size_bytes
+        partial = self._partial(tenant, entry)
+        with contextlib.suppress(OSError):
+            size_bytes = partial.stat().st_size
+            if 0 < size_bytes <= entry.size_bytes:
+                return partial, size_bytes
+        return None
+
+    def keep_partial(self, staging: Staging) -> None:
+        """Keep what has come of a push that broke off, so that the next one need not send it."""
+        folder = self._root / "partial"
+        with contextlib.suppress(OSError):
+            folder.mkdir(exist_ok=True, mode=0o700)
+            for path, entry in list(staging.unfinished()):
+                path.chmod(0o600)
+                path.replace(self._partial(staging.tenant, entry))
 
     def commit(self, staging: Staging) -> None:
         """Move the staged files, which are whole and checked, among the blobs, durably.
@@ -217,7 +98,7 @@ class BlobStore:
         A blob that is there already counts as new from now on, so that garbage collection leaves it
         until its version is published.
         """
-        with self._lock(fcntl.LOCK_SH), _full_disk_is_exhausted():
+        with self._lock(fcntl.LOCK_SH), full_disk_is_exhausted():
             for entry in staging.entries:
                 source = staging.directory / entry.name
                 target = self.path(entry.sha256)
@@ -228,6 +109,10 @@ class BlobStore:
                     _make_durable_dirs(target.parent)
                     source.replace(target)
                 _fsync_dir(target.parent)
+            owners = self._owners(staging.tenant)
+            owners.mkdir(parents=True, exist_ok=True)
+            for entry in staging.entries:
+                (owners / entry.sha256).touch()
 
     def materialise(self, manifest: VersionManifest) -> Path:
         """Return a directory with a version's files under their own names, ready to be loaded.
@@ -291,6 +176,13 @@ class BlobStore:
         for directory in self._root.glob("staging/*"):
             if _newest_s(directory) < old_before_s:
                 shutil.rmtree(directory, ignore_errors=True)
+        for partial in self._root.glob("partial/*"):
+            with contextlib.suppress(FileNotFoundError):
+                if partial.stat().st_mtime < old_before_s:
+                    partial.unlink()
+        for owner in self._root.glob("owners/*/*"):
+            if not self.has(owner.name):
+                owner.unlink(missing_ok=True)
         return removed_bytes
 
     def _remove_if_old(self, blob: Path, old_before_s: float) -> int:
@@ -301,6 +193,12 @@ class BlobStore:
                 blob.unlink()
                 return status.st_size
         return 0
+
+    def _owners(self, tenant: str) -> Path:
+        return self._root / "owners" / _short(tenant)
+
+    def _partial(self, tenant: str, entry: FileEntry) -> Path:
+        return self._root / "partial" / f"{_short(tenant)}-{entry.sha256}"
 
     def _is_complete(self, directory: Path, manifest: VersionManifest) -> bool:
         try:
@@ -324,7 +222,7 @@ class BlobStore:
             # Some file systems have no hard links, or a limit of them.
             if error.errno not in (errno.EPERM, errno.EMLINK, errno.ENOTSUP):
                 raise
-            with _full_disk_is_exhausted():
+            with full_disk_is_exhausted():
                 shutil.copyfile(blob, target)
 
     def _publish_dir(self, partial: Path, directory: Path, manifest: VersionManifest) -> None:
@@ -355,6 +253,10 @@ class BlobStore:
             os.close(descriptor)
 
 
+def _short(tenant: str) -> str:
+    return hashlib.sha256(tenant.encode()).hexdigest()[:16]
+
+
 def _make_durable_dirs(directory: Path) -> None:
     if directory.is_dir():
         return
@@ -377,13 +279,3 @@ def _newest_s(directory: Path) -> float:
         return max(item.stat().st_mtime for item in (directory, *directory.iterdir()))
     except OSError:
         return float("inf")
-
-
-@contextlib.contextmanager
-def _full_disk_is_exhausted() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise Exhausted("the blob store's disk is full") from error
-        raise

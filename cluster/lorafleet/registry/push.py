@@ -6,8 +6,9 @@ It owns the order and the chunking that the service expects; what belongs to an 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 from lorafleet.adapters import scan_directory
 from lorafleet.core.names import canonical_name
@@ -21,12 +22,26 @@ Progress = Callable[[int, int], None]
 """Called with (bytes handed out, bytes in all), first with 0 and last with all."""
 
 
+class PushOptions(TypedDict, total=False):
+    """What a push's header may say beside the name and the files.
+
+    `if_new` makes it fail when the adapter has another version already; `held_bytes` are how many
+    leading bytes of each file need not be sent, as PlanPush answered; `labels` are set on the
+    adapter beside those it has; `condition` is what the push depends on.
+    """
+
+    if_new: bool
+    held_bytes: Sequence[int]
+    labels: Mapping[str, str]
+    condition: registry_pb2.Condition
+
+
 def push_messages(
     directory: Path,
     name: str,
     *,
-    if_new: bool = False,
     progress: Progress | None = None,
+    **options: Unpack[PushOptions],
 ) -> Iterator[registry_pb2.PushAdapterRequest]:
     """Make the messages that push an adapter directory under a name.
 
@@ -39,10 +54,10 @@ def push_messages(
         A PEFT adapter: config and safetensors.
     name : str
         `name` or `tenant/name`.
-    if_new : bool
-        The push shall fail when the adapter has another version already.
     progress : callable, optional
         Told how far it is.
+    **options
+        What else the header says.
 
     Raises
     ------
@@ -54,7 +69,7 @@ def push_messages(
     header = registry_pb2.PushHeader(
         name=canonical_name(name),
         files=[file_to_proto(entry) for entry in scan_directory(Path(directory))],
-        if_new=if_new,
+        **options,
     )
     return _messages(Path(directory), header, progress or _ignore)
 
@@ -66,8 +81,11 @@ def _messages(
     sent_bytes = 0
     progress(0, total_bytes)
     yield registry_pb2.PushAdapterRequest(header=header)
-    for entry in header.files:
+    held_bytes = list(header.held_bytes) or [0] * len(header.files)
+    for entry, held in zip(header.files, held_bytes, strict=True):
+        sent_bytes += held
         with (directory / entry.name).open("rb") as file:
+            file.seek(held)
             while chunk := file.read(CHUNK_BYTES):
                 yield registry_pb2.PushAdapterRequest(chunk=chunk)
                 sent_bytes += len(chunk)

@@ -55,8 +55,8 @@ end
 # Every change of an adapter has the same head:
 # KEYS state, changes, names, adapter, history, done, tenant, deleted, deleted history,
 #      deleted names, deleted until
-# ARGV name, fresh incarnation, max changes, actor, if_revision, fingerprint or empty, seconds that
-#      the outcome is kept, then its own.
+# ARGV name, fresh incarnation, max changes, actor, if_revision, fingerprint, seconds that the
+#      outcome is kept, then its own.
 _HEAD = (
     ANNOUNCE
     + f"""
@@ -65,14 +65,12 @@ local deleted, deleted_history, deleted_names, deleted_until = unpack(KEYS, 8, 1
 local name, actor, if_revision, fingerprint = ARGV[1], ARGV[4], ARGV[5], ARGV[6]
 local function at(field) return redis.call('HGET', adapter, field) end
 
-if fingerprint ~= '' then
-  local before = redis.call('GET', done)
-  if before then
-    if string.sub(before, 1, #fingerprint + 1) ~= fingerprint .. ' ' then
-      return {{'reused', ''}}
-    end
-    return {{'again', string.sub(before, #fingerprint + 2)}}
+local before = redis.call('GET', done)
+if before then
+  if string.sub(before, 1, #fingerprint + 1) ~= fingerprint .. ' ' then
+    return {{'reused', ''}}
   end
+  return {{'again', string.sub(before, #fingerprint + 2)}}
 end
 if if_revision ~= '0' and (at('revision') or '0') ~= if_revision then
   return {{'stale', at('revision') or '0'}}
@@ -80,7 +78,6 @@ end
 
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
-local changed = false
 
 -- Announces a change of this adapter and writes it into its history.
 local function change(action, alias, before, after)
@@ -104,9 +101,7 @@ local function remember(alias, target)
 end
 
 local function finish(outcome, value)
-  if fingerprint ~= '' then
-    redis.call('SET', done, fingerprint .. ' ' .. outcome .. ' ' .. value, 'EX', ARGV[7])
-  end
+  redis.call('SET', done, fingerprint .. ' ' .. outcome .. ' ' .. value, 'EX', ARGV[7])
   return {{outcome, value}}
 end
 

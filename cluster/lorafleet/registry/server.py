@@ -9,21 +9,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import ipaddress
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from lorafleet import native
 from lorafleet.adapters import load_adapter
-from lorafleet.core.errors import LorafleetError
+from lorafleet.core.errors import InvalidInput, LorafleetError
 from lorafleet.core.log import get_logger
 from lorafleet.core.model import BaseModel
+from lorafleet.core.tenant import ApiKey, new_secret
+from lorafleet.registry.auth import admin_authorise
 from lorafleet.registry.blobs import BlobStore
-from lorafleet.registry.service import PushLimits, RegistryService
+from lorafleet.registry.changes import DEFAULT_GRACE_S
+from lorafleet.registry.garbage import collect_forever
+from lorafleet.registry.keyring import Keyring, operator_key
+from lorafleet.registry.pushing import PushLimits
+from lorafleet.registry.service import Policy, RegistryService
 from lorafleet.registry.store import RegistryStore
-from lorafleet.v1 import registry_pb2, registry_pb2_grpc
+from lorafleet.registry.tenants_service import TenantsService
+from lorafleet.v1 import registry_pb2, registry_pb2_grpc, tenants_pb2, tenants_pb2_grpc
 from lorafleet.wire.channel import GrpcServer, Service
 
 SERVICE = registry_pb2.DESCRIPTOR.services_by_name["AdapterRegistry"].full_name
+TENANTS = tenants_pb2.DESCRIPTOR.services_by_name["Tenants"].full_name
 
 _PROBE_EVERY_S = 1.0
 
@@ -32,13 +42,38 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """What the admin process needs to know; `listen` is `host:port`, port 0 picks a free one."""
+    """What the admin process needs to know.
+
+    Parameters
+    ----------
+    redis_url, blobs_dir, model_dir
+        The registry's Redis, its blob store, the compiled base model.
+    listen : str
+        `host:port`; port 0 picks a free one.
+    limits : PushLimits
+        Bounds of a push.
+    operator_key_file : Path, optional
+        Has the operator's own API key; made with a fresh one if it is not there.
+    auth : bool, optional
+        Whether callers need a key; if not given, they do where there is an operator key file.
+    allow_sources : tuple of str
+        URLs at or below which adapters may be imported from.
+    trash_grace_s : float
+        How long a deleted adapter can be restored.
+    gc_every_s : float
+        Between two collections of garbage.
+    """
 
     redis_url: str
     blobs_dir: Path
     model_dir: Path
     listen: str
     limits: PushLimits = field(default_factory=PushLimits)
+    operator_key_file: Path | None = None
+    auth: bool | None = None
+    allow_sources: tuple[str, ...] = ()
+    trash_grace_s: float = DEFAULT_GRACE_S
+    gc_every_s: float = 3600.0
 
 
 class RegistryServer:
@@ -55,32 +90,51 @@ class RegistryServer:
         Raises
         ------
         InvalidInput
-            The model directory is no compiled model.
+            The model directory is no compiled model, an allowed source is malformed, or the server
+            would be open to other machines without asking for keys.
         Conflict
             The address is in use.
         Internal
             The native library was not built.
         """
         options = self._options
+        authorised = options.auth if options.auth is not None else bool(options.operator_key_file)
+        if not authorised and not _is_loopback(options.listen):
+            raise InvalidInput(
+                f"listen: {options.listen} is open to other machines; give --operator-key-file, or "
+                "listen on 127.0.0.1",
+                field="listen",
+            )
         base = await asyncio.to_thread(BaseModel.read, options.model_dir)
         await asyncio.to_thread(native.load)  # takes seconds: not at the expense of the first push
         async with contextlib.AsyncExitStack() as stack:
-            store = RegistryStore(options.redis_url)
+            store, blobs = RegistryStore(options.redis_url), BlobStore(options.blobs_dir)
             stack.push_async_callback(store.close)
             service = RegistryService(
                 store,
-                BlobStore(options.blobs_dir),
+                blobs,
                 load=functools.partial(load_adapter, base=base),
                 limits=options.limits,
+                policy=Policy(
+                    allow_sources=options.allow_sources,
+                    grace_s=options.trash_grace_s,
+                    create_tenants=not authorised,
+                ),
             )
             stack.callback(service.close)
-            add = functools.partial(
-                registry_pb2_grpc.add_AdapterRegistryServicer_to_server, service
-            )
+            authorise = None
+            if authorised:
+                keyring = Keyring(store, _operator(options.operator_key_file))
+                stack.push_async_callback(keyring.stop)
+                await keyring.start(wait_s=0.0)
+                authorise = admin_authorise(keyring.authenticate)
             self._server = GrpcServer(
-                options.listen, [Service(name=SERVICE, add=add, serving=False)]
+                options.listen, _services(service, TenantsService(store)), authorise=authorise
             )
             address = await self._server.start()
+            garbage = collect_forever(store, blobs, every_s=options.gc_every_s)
+            collector = asyncio.create_task(garbage, name="garbage")
+            stack.push_async_callback(_cancel, collector)
             probe = asyncio.create_task(self._probe(self._server, store), name="redis probe")
             stack.push_async_callback(_cancel, probe)
             self._exit = stack.pop_all()
@@ -107,9 +161,48 @@ class RegistryServer:
                 if serving is not False:
                     _log.warning("Redis is away; pushes fail until it is back", error=error.message)
             if now != serving:
-                await server.set_serving(SERVICE, now)
+                for name in (SERVICE, TENANTS):
+                    await server.set_serving(name, now)
                 serving = now
             await asyncio.sleep(_PROBE_EVERY_S)
+
+
+def read_or_make_key(path: Path) -> str:
+    """The key in a file; a fresh one, readable by its owner alone, if there is no file."""
+    with contextlib.suppress(FileNotFoundError):
+        return path.read_text().strip()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _, secret = new_secret()
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.touch(mode=0o600)
+    partial.write_text(secret + "\n")
+    with contextlib.suppress(FileExistsError):  # another process was quicker: its key holds
+        os.link(partial, path)
+    partial.unlink()
+    return path.read_text().strip()
+
+
+def _operator(path: Path | None) -> ApiKey | None:
+    return operator_key(read_or_make_key(path)) if path is not None else None
+
+
+def _services(adapters: RegistryService, tenants: TenantsService) -> list[Service]:
+    add_adapters = registry_pb2_grpc.add_AdapterRegistryServicer_to_server
+    add_tenants = tenants_pb2_grpc.add_TenantsServicer_to_server
+    return [
+        Service(name=SERVICE, add=functools.partial(add_adapters, adapters), serving=False),
+        Service(name=TENANTS, add=functools.partial(add_tenants, tenants), serving=False),
+    ]
+
+
+def _is_loopback(listen: str) -> bool:
+    host = listen.rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

@@ -1,38 +1,49 @@
-"""The admin plane's gRPC servicer: pushes in, adapters out.
+"""The admin plane's gRPC servicer of adapters.
 
-It owns the order of a push: check the header, receive and verify the files, validate them against
-the base, make them durable, and only then register the version. It decides nothing about formats
-(the loader does) or names (`core.names`). Whatever goes wrong before the last step leaves nothing
-behind but, at worst, unreferenced blobs.
+It owns the shape of requests and answers: a request is checked against who calls, handed on, and
+its outcome given back. Pushes are for `pushing`, sources for `sources`, changes for the store.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
-from lorafleet.core.errors import InvalidAdapter, InvalidInput, LorafleetError, Unavailable
+from lorafleet.core.errors import InvalidInput, NotFound
 from lorafleet.core.log import get_logger
-from lorafleet.core.manifest import FileEntry, VersionManifest
-from lorafleet.core.names import canonical_name, check_alias, is_version_id
-from lorafleet.registry.blobs import BlobStore, Staging, check_file_entry
-from lorafleet.registry.push import CHUNK_BYTES
-from lorafleet.registry.store import Published, RegistryStore
-from lorafleet.v1 import registry_pb2, registry_pb2_grpc
-from lorafleet.wire.messages import adapter_to_proto, file_from_proto, version_to_proto
-
-T = TypeVar("T")
+from lorafleet.core.names import DEFAULT_TENANT, canonical_name, check_alias, check_part
+from lorafleet.core.record import AdapterRecord, Target
+from lorafleet.core.tenant import Scope
+from lorafleet.registry.auth import owned, seen
+from lorafleet.registry.blobs import BlobStore
+from lorafleet.registry.changes import DEFAULT_GRACE_S
+from lorafleet.registry.pushing import Loader, Pusher, PushLimits, check_files
+from lorafleet.registry.requests import (
+    any_alias,
+    check_labels,
+    check_target,
+    check_version,
+    condition_of,
+)
+from lorafleet.registry.sources import Importer, SourceRules
+from lorafleet.registry.store import Filter, RegistryStore
+from lorafleet.registry.verify import check_version_files
+from lorafleet.registry.watch import watch
+from lorafleet.v1 import registry_pb2 as pb
+from lorafleet.v1 import registry_pb2_grpc
+from lorafleet.wire.auth import caller
+from lorafleet.wire.messages import (
+    adapter_to_proto,
+    history_to_proto,
+    time_to_proto,
+    version_to_proto,
+)
 
 _DEFAULT_PAGE = 100
 _MAX_PAGE = 1000
 _STORE_PAGE = 50
-_MAX_FILES = 256
+_MAX_REPLICAS = 10_000
 
 # A page ends early at this size, so that it fits into a message of 4 MiB with room for the largest
 # adapter that may come last (4,096 versions of about 0.6 KiB).
@@ -41,39 +52,23 @@ _PAGE_BYTES = 1 << 20
 _log = get_logger(__name__)
 
 
-class Loaded(Protocol):
-    """A validated adapter, as much of it as the registry needs."""
-
-    def manifest(self, name: str, created_at_s: float) -> VersionManifest:
-        """Describe it under a name."""
-        ...
-
-
-Loader = Callable[[Path], Loaded]
-"""Validates a directory against the base model; raises InvalidInput naming file and field."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PushLimits:
-    """Bounds of a push.
+class Policy:
+    """What the admin plane allows.
 
     Parameters
     ----------
-    max_adapter_bytes : int
-        Of all files together.
-    idle_timeout_s : float
-        Longest wait for the next message of a push.
+    allow_sources : tuple of str
+        URLs at or below which adapters may be imported from; none if not given.
+    grace_s : float
+        How long a deleted adapter can be restored.
+    create_tenants : bool
+        Whether a push makes the tenant of a new name: where nobody is asked for a key.
     """
 
-    max_adapter_bytes: int = 4 << 30
-    idle_timeout_s: float = 60.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Header:
-    name: str
-    files: tuple[FileEntry, ...]
-    if_new: bool
+    allow_sources: tuple[str, ...] = ()
+    grace_s: float = DEFAULT_GRACE_S
+    create_tenants: bool = True
 
 
 class RegistryService(registry_pb2_grpc.AdapterRegistryServicer):
@@ -86,9 +81,11 @@ class RegistryService(registry_pb2_grpc.AdapterRegistryServicer):
     blobs : BlobStore
         Where their files go.
     load : callable
-        Validates a directory; runs in one of two threads.
+        Validates a directory against the base model.
     limits : PushLimits
         Bounds of a push.
+    policy : Policy
+        What is allowed.
     """
 
     def __init__(
@@ -98,61 +95,91 @@ class RegistryService(registry_pb2_grpc.AdapterRegistryServicer):
         *,
         load: Loader,
         limits: PushLimits | None = None,
+        policy: Policy | None = None,
     ) -> None:
+        policy = policy or Policy()
         self._store = store
         self._blobs = blobs
         self._load = load
-        self._limits = limits or PushLimits()
-        self._validators = ThreadPoolExecutor(max_workers=2, thread_name_prefix="validate")
+        self._grace_s = policy.grace_s
+        self._pusher = Pusher(
+            store,
+            blobs,
+            load=load,
+            limits=limits or PushLimits(),
+            create_tenants=policy.create_tenants,
+        )
+        self._importer = Importer(SourceRules(*policy.allow_sources), blobs, self._pusher)
 
     def close(self) -> None:
         """Let the validation threads end."""
-        self._validators.shutdown(wait=False, cancel_futures=True)
+        self._pusher.close()
+
+    # Registering.
+
+    async def PlanPush(self, request: pb.PlanPushRequest, context: Any) -> pb.PlanPushResponse:
+        """Say what of a push is held already."""
+        name = owned(request.name)
+        return pb.PlanPushResponse(held_bytes=self._pusher.plan(name, check_files(request.files)))
 
     async def PushAdapter(
-        self, request_iterator: AsyncIterator[registry_pb2.PushAdapterRequest], context: Any
-    ) -> registry_pb2.PushAdapterResponse:
+        self, request_iterator: AsyncIterator[pb.PushAdapterRequest], context: Any
+    ) -> pb.PushAdapterResponse:
         """Receive, check and register a version."""
-        messages = _Messages(request_iterator, self._limits.idle_timeout_s)
-        try:
-            published = await self._push(messages)
-        except LorafleetError:
-            await messages.discard()
-            raise
-        manifest = published.manifest
-        _log.info(
-            "adapter pushed",
-            adapter=manifest.adapter,
-            version=manifest.id,
-            existed=published.existed,
-        )
-        return registry_pb2.PushAdapterResponse(
-            version=version_to_proto(manifest), existed=published.existed
-        )
+        published = await self._pusher.push(request_iterator)
+        manifest, existed = published.manifest, published.existed
+        _log.info("adapter pushed", adapter=manifest.adapter, version=manifest.id, existed=existed)
+        return pb.PushAdapterResponse(version=version_to_proto(manifest), existed=existed)
+
+    async def ImportAdapter(
+        self, request: pb.ImportAdapterRequest, context: Any
+    ) -> AsyncGenerator[pb.ImportAdapterResponse, None]:
+        """Fetch, check and register a version."""
+        name = owned(request.name)
+        async for step in self._importer.run(
+            request.source,
+            name=name,
+            if_new=request.if_new,
+            labels=check_labels(request.labels),
+            condition=condition_of(request.condition),
+        ):
+            response = pb.ImportAdapterResponse(
+                fetched_bytes=step.fetched_bytes, total_bytes=step.total_bytes
+            )
+            if step.published is not None:
+                response.version.CopyFrom(version_to_proto(step.published.manifest))
+                response.existed = step.published.existed
+                _log.info("adapter imported", adapter=name, source=request.source)
+            yield response
+
+    # Reading.
 
     async def GetAdapter(
-        self, request: registry_pb2.GetAdapterRequest, context: Any
-    ) -> registry_pb2.GetAdapterResponse:
+        self, request: pb.GetAdapterRequest, context: Any
+    ) -> pb.GetAdapterResponse:
         """Return one adapter."""
-        record = await self._store.get_adapter(canonical_name(request.name))
-        return registry_pb2.GetAdapterResponse(adapter=adapter_to_proto(record))
+        record = await self._store.get_adapter(seen(request.name))
+        return pb.GetAdapterResponse(adapter=adapter_to_proto(record))
 
     async def ListAdapters(
-        self, request: registry_pb2.ListAdaptersRequest, context: Any
-    ) -> registry_pb2.ListAdaptersResponse:
+        self, request: pb.ListAdaptersRequest, context: Any
+    ) -> pb.ListAdaptersResponse:
         """Return a page of adapters."""
         if request.page_size > _MAX_PAGE:
             raise InvalidInput(
                 f"page_size: expected at most {_MAX_PAGE}, got {request.page_size}",
                 field="page_size",
             )
-        wanted = request.page_size or _DEFAULT_PAGE
+        wanted = _filter(request)
+        count = request.page_size or _DEFAULT_PAGE
         after = canonical_name(request.page_token) if request.page_token else None
-        response = registry_pb2.ListAdaptersResponse()
+        response = pb.ListAdaptersResponse()
+        if wanted is None:
+            return response
         num_bytes = 0
-        while len(response.adapters) < wanted and num_bytes < _PAGE_BYTES:
-            limit = min(_STORE_PAGE, wanted - len(response.adapters))
-            records = await self._store.list_adapters(after=after, limit=limit)
+        while len(response.adapters) < count and num_bytes < _PAGE_BYTES:
+            limit = min(_STORE_PAGE, count - len(response.adapters))
+            records = await self._store.list_adapters(after=after, limit=limit, wanted=wanted)
             if not records:
                 return response
             for record in records:
@@ -162,150 +189,162 @@ class RegistryService(registry_pb2_grpc.AdapterRegistryServicer):
                 num_bytes += message.ByteSize()
                 if num_bytes >= _PAGE_BYTES:
                     break
-        if await self._store.list_adapters(after=after, limit=1):
+        if await self._store.list_adapters(after=after, limit=1, wanted=wanted):
             response.next_page_token = after or ""
         return response
 
-    async def SetAlias(
-        self, request: registry_pb2.SetAliasRequest, context: Any
-    ) -> registry_pb2.SetAliasResponse:
-        """Point an alias at a version."""
-        name = canonical_name(request.name)
-        alias = check_alias(request.alias)
-        if not is_version_id(request.version):
+    async def GetHistory(
+        self, request: pb.GetHistoryRequest, context: Any
+    ) -> pb.GetHistoryResponse:
+        """Return what was done to an adapter."""
+        if request.limit > _MAX_PAGE:
             raise InvalidInput(
-                f"version {request.version!r} is not valid: expected sha256: and 64 hex digits",
-                field="version",
+                f"limit: expected at most {_MAX_PAGE}, got {request.limit}", field="limit"
             )
-        record = await self._store.set_alias(name, alias, request.version)
+        entries = await self._store.history(seen(request.name), request.limit or _DEFAULT_PAGE)
+        return pb.GetHistoryResponse(entries=[history_to_proto(entry) for entry in entries])
+
+    async def Verify(self, request: pb.VerifyRequest, context: Any) -> pb.VerifyResponse:
+        """Read a version's files again."""
+        record = await self._store.get_adapter(seen(request.name))
+        versions = record.versions
+        if request.version:
+            versions = (record.version(check_version(request.version)),)
+        checks = [
+            pb.VersionCheck(
+                version=manifest.id,
+                problems=await check_version_files(manifest, self._blobs, self._load),
+            )
+            for manifest in versions
+        ]
+        return pb.VerifyResponse(checks=checks)
+
+    async def Watch(
+        self, request: pb.WatchRequest, context: Any
+    ) -> AsyncGenerator[pb.WatchResponse, None]:
+        """Stream changes."""
+        who = caller()
+        async for response in watch(self._store, request.cursor, who.sees):
+            yield response
+
+    # Changing.
+
+    async def SetAlias(self, request: pb.SetAliasRequest, context: Any) -> pb.SetAliasResponse:
+        """Point an alias at a version."""
+        name, alias = owned(request.name), check_alias(request.alias)
+        target = Target.to(check_version(request.version))
+        record = await self._store.set_alias(name, alias, target, condition_of(request.condition))
         _log.info("alias set", adapter=name, alias=alias, version=request.version)
-        return registry_pb2.SetAliasResponse(adapter=adapter_to_proto(record))
+        return pb.SetAliasResponse(adapter=adapter_to_proto(record))
+
+    async def SplitAlias(
+        self, request: pb.SplitAliasRequest, context: Any
+    ) -> pb.SplitAliasResponse:
+        """Point an alias at several versions by weight."""
+        name, alias = owned(request.name), check_alias(request.alias)
+        target = check_target(request)
+        record = await self._store.set_alias(name, alias, target, condition_of(request.condition))
+        _log.info("alias split", adapter=name, alias=alias, shares=len(target.shares))
+        return pb.SplitAliasResponse(adapter=adapter_to_proto(record))
+
+    async def RemoveAlias(
+        self, request: pb.RemoveAliasRequest, context: Any
+    ) -> pb.RemoveAliasResponse:
+        """Remove an alias."""
+        name, alias = owned(request.name), check_alias(request.alias)
+        record = await self._store.remove_alias(name, alias, condition_of(request.condition))
+        _log.info("alias removed", adapter=name, alias=alias)
+        return pb.RemoveAliasResponse(adapter=adapter_to_proto(record))
+
+    async def Rollback(self, request: pb.RollbackRequest, context: Any) -> pb.RollbackResponse:
+        """Point an alias at what it meant before."""
+        name, alias = owned(request.name), any_alias(request.alias)
+        record = await self._store.rollback(name, alias, condition_of(request.condition))
+        _log.info("alias rolled back", adapter=name, alias=alias)
+        return pb.RollbackResponse(adapter=adapter_to_proto(record))
+
+    async def SetLabels(self, request: pb.SetLabelsRequest, context: Any) -> pb.SetLabelsResponse:
+        """Replace an adapter's labels."""
+        name, labels = owned(request.name), check_labels(request.labels)
+        record = await self._store.set_labels(name, labels, condition_of(request.condition))
+        _log.info("labels set", adapter=name)
+        return pb.SetLabelsResponse(adapter=adapter_to_proto(record))
+
+    async def Pin(self, request: pb.PinRequest, context: Any) -> pb.PinResponse:
+        """Keep a version resident."""
+        name = owned(request.name)
+        replicas = _check_replicas(request.replicas)
+        version = await self._version(name, request.version)
+        record = await self._store.pin(name, version, replicas, condition_of(request.condition))
+        _log.info("version pinned", adapter=name, version=version, replicas=replicas)
+        return pb.PinResponse(adapter=adapter_to_proto(record))
+
+    async def Prefetch(self, request: pb.PrefetchRequest, context: Any) -> pb.PrefetchResponse:
+        """Ask replicas to load a version."""
+        name = owned(request.name)
+        replicas = _check_replicas(request.replicas) or 1
+        version = await self._version(name, request.version)
+        await self._store.prefetch(name, version, replicas)
+        _log.info("version prefetched", adapter=name, version=version, replicas=replicas)
+        return pb.PrefetchResponse()
 
     async def DeleteAdapter(
-        self, request: registry_pb2.DeleteAdapterRequest, context: Any
-    ) -> registry_pb2.DeleteAdapterResponse:
+        self, request: pb.DeleteAdapterRequest, context: Any
+    ) -> pb.DeleteAdapterResponse:
         """Remove an adapter."""
-        name = canonical_name(request.name)
-        await self._store.delete_adapter(name)
+        name = owned(request.name)
+        until_s = await self._store.delete_adapter(
+            name, condition_of(request.condition), grace_s=self._grace_s
+        )
         _log.info("adapter deleted", adapter=name)
-        return registry_pb2.DeleteAdapterResponse()
+        return pb.DeleteAdapterResponse(restorable_until=time_to_proto(until_s))
 
-    async def _push(self, messages: _Messages) -> Published:
-        header = _check_header(await messages.header(), self._limits)
-        with self._blobs.open_staging() as staging:
-            for entry in header.files:
-                await _receive(messages, staging, entry)
-            await messages.expect_end()
-            return await self._register(header, staging)
+    async def RestoreAdapter(
+        self, request: pb.RestoreAdapterRequest, context: Any
+    ) -> pb.RestoreAdapterResponse:
+        """Bring a deleted adapter back."""
+        name = owned(request.name)
+        record = await self._store.restore_adapter(name, condition_of(request.condition))
+        _log.info("adapter restored", adapter=name)
+        return pb.RestoreAdapterResponse(adapter=adapter_to_proto(record))
 
-    async def _register(self, header: _Header, staging: Staging) -> Published:
-        """Validate what is staged, make it durable, then visible: in this order."""
-        loop = asyncio.get_running_loop()
-
-        def validate() -> VersionManifest:
-            return self._load(staging.directory).manifest(header.name, time.time())
-
-        manifest = await loop.run_in_executor(self._validators, validate)
-        _check_all_used(header.files, manifest.files)
-        await asyncio.to_thread(self._blobs.commit, staging)
-        return await self._store.publish_version(manifest, if_new=header.if_new)
-
-
-_DISCARD_S = 0.5
-
-
-class _Messages:
-    """The messages of one push, each waited for with a time limit."""
-
-    def __init__(
-        self, iterator: AsyncIterator[registry_pb2.PushAdapterRequest], idle_timeout_s: float
-    ) -> None:
-        self._iterator = iterator
-        self._idle_timeout_s = idle_timeout_s
-
-    async def header(self) -> registry_pb2.PushHeader:
-        message = await self._next()
-        if message is None or message.WhichOneof("part") != "header":
-            raise InvalidInput("a push begins with its header", field="header")
-        return message.header
-
-    async def chunk(self, entry: FileEntry, missing_bytes: int) -> bytes:
-        message = await self._next()
-        if message is None:
-            raise InvalidAdapter(
-                f"{entry.name}: expected {missing_bytes} more bytes, but the push ended",
-                file=entry.name,
-                field="size_bytes",
-            )
-        if message.WhichOneof("part") != "chunk":
-            raise InvalidInput("expected a chunk; a push has one header", field="chunk")
-        if not 0 < len(message.chunk) <= CHUNK_BYTES:
+    async def _version(self, name: str, text: str) -> str:
+        """A version's id, given as one or as an alias that is not split."""
+        if text.startswith("sha256:"):
+            return check_version(text)
+        record: AdapterRecord = await self._store.get_adapter(name)
+        alias = any_alias(text or "latest")
+        target = record.aliases.get(alias)
+        if target is None:
+            raise NotFound(f"adapter {name!r} has no alias {alias!r}", adapter=name, alias=alias)
+        if target.version is None:
             raise InvalidInput(
-                f"chunk: expected 1 to {CHUNK_BYTES} bytes, got {len(message.chunk)}",
-                field="chunk",
+                f"version: alias {alias!r} is split; name one version", field="version"
             )
-        return bytes(message.chunk)
-
-    async def expect_end(self) -> None:
-        if await self._next() is not None:
-            raise InvalidInput(
-                "the push goes on after the last byte of its last file", field="chunk"
-            )
-
-    async def discard(self) -> None:
-        """Read on for a moment after a refusal.
-
-        A client of grpc.aio that is still sending as the call ends loses the reason: it reports an
-        internal error instead of our status. What it sends within the moment is thrown away.
-        """
-        with contextlib.suppress(TimeoutError, LorafleetError):
-            async with asyncio.timeout(_DISCARD_S):
-                while await self._next() is not None:
-                    pass
-
-    async def _next(self) -> registry_pb2.PushAdapterRequest | None:
-        try:
-            async with asyncio.timeout(self._idle_timeout_s):
-                return await anext(self._iterator, None)
-        except TimeoutError:
-            raise Unavailable(
-                f"the push stood still for {self._idle_timeout_s:g} s; begin anew"
-            ) from None
+        return target.version
 
 
-async def _receive(messages: _Messages, staging: Staging, entry: FileEntry) -> None:
-    with staging.file(entry) as file:
-        while file.missing_bytes:
-            chunk = await messages.chunk(entry, file.missing_bytes)
-            await asyncio.to_thread(file.write, chunk)
-        await asyncio.to_thread(file.finish)
+def _filter(request: pb.ListAdaptersRequest) -> Filter | None:
+    """What a list asks for and the caller may see; None when that is nothing."""
+    who = caller()
+    tenants: tuple[str, ...] = ()
+    if request.tenant:
+        tenants = (check_part(request.tenant, "tenant"),)
+        if not who.sees(request.tenant):
+            return None
+    elif who.scope is not Scope.OPERATOR:
+        tenants = tuple({who.tenant, DEFAULT_TENANT})
+    return Filter(
+        tenants=tenants,
+        search=request.search,
+        labels=check_labels(request.labels),
+        deleted=request.deleted,
+    )
 
 
-def _check_header(header: registry_pb2.PushHeader, limits: PushLimits) -> _Header:
-    name = canonical_name(header.name)
-    files = tuple(file_from_proto(message) for message in header.files)
-    if not files:
-        raise InvalidInput("the push has no files", field="files")
-    if len(files) > _MAX_FILES:
-        raise InvalidInput(f"files: expected at most {_MAX_FILES}, got {len(files)}", field="files")
-    for entry in files:
-        check_file_entry(entry)
-    total_bytes = sum(entry.size_bytes for entry in files)
-    if total_bytes > limits.max_adapter_bytes:
+def _check_replicas(replicas: int) -> int:
+    if replicas > _MAX_REPLICAS:
         raise InvalidInput(
-            f"files: expected at most {limits.max_adapter_bytes} bytes in all, got {total_bytes}; "
-            "the registry's --max-adapter-bytes sets the limit",
-            field="files",
+            f"replicas: expected at most {_MAX_REPLICAS}, got {replicas}", field="replicas"
         )
-    return _Header(name=name, files=files, if_new=header.if_new)
-
-
-def _check_all_used(pushed: Sequence[FileEntry], used: Sequence[FileEntry]) -> None:
-    unused = sorted({entry.name for entry in pushed} - {entry.name for entry in used})
-    if unused:
-        raise InvalidAdapter(
-            f"{unused[0]} is not part of the adapter: its weights are in "
-            f"{', '.join(entry.name for entry in used[1:])}",
-            file=unused[0],
-            field="files",
-        )
+    return replicas

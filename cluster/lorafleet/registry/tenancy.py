@@ -178,7 +178,3 @@ def _key(text: bytes) -> ApiKey:
 
 def _no_tenant(name: str) -> NotFound:
     return NotFound(f"there is no tenant {name!r}", tenant=name)
-
-
-def _taken(name: str) -> AlreadyExists:
-    return AlreadyExists(f"tenant {name!r} exists already", tenant=name)

@@ -17,6 +17,7 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from lorafleet.core.errors import Conflict, InvalidInput
+from lorafleet.wire.auth import AuthInterceptor, Authorise
 from lorafleet.wire.status import ErrorInterceptor
 
 _OptionList = list[tuple[str, int]]
@@ -123,11 +124,14 @@ class GrpcServer:
         What is served.
     options : WireOptions
         Limits of its connections.
+    authorise : callable, optional
+        Says who calls, and whether they may; without it, anyone may.
     """
 
     listen: str
     services: Sequence[Service]
     options: WireOptions = field(default_factory=WireOptions)
+    authorise: Authorise | None = None
     _running: _Running | None = field(default=None, init=False)
 
     @property
@@ -152,9 +156,10 @@ class GrpcServer:
             The address is in use, or not this machine's.
         """
         host = _host(self.listen)
-        server = grpc.aio.server(
-            interceptors=[ErrorInterceptor()], options=self.options.for_server()
-        )
+        interceptors: list[grpc.aio.ServerInterceptor] = [ErrorInterceptor()]
+        if self.authorise is not None:
+            interceptors.append(AuthInterceptor(self.authorise))
+        server = grpc.aio.server(interceptors=interceptors, options=self.options.for_server())
         health = HealthServicer()
         for service in self.services:
             service.add(server)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import time
@@ -9,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lorafleet.core.errors import Unavailable
+from lorafleet.core.errors import NotFound, Unavailable
 from lorafleet.core.manifest import FileEntry, VersionManifest
 from lorafleet.registry import BlobStore, LinkOptions, RegistryStore, collect_garbage
 
@@ -34,15 +35,24 @@ def _put(blobs: BlobStore, data: bytes) -> FileEntry:
 async def test_only_files_of_registered_versions_stay(
     store: RegistryStore, blobs: BlobStore, make_manifest: Callable[..., VersionManifest]
 ) -> None:
-    registered, older, deleted, orphan = (
-        _put(blobs, data) for data in (b"registered", b"older", b"deleted", b"orphan")
+    registered, older, deleted, orphan, restorable = (
+        _put(blobs, data)
+        for data in (b"registered", b"older", b"deleted", b"orphan", b"restorable")
     )
     await store.publish_version(make_manifest("a", 1, files=(older,)))
     await store.publish_version(make_manifest("a", 2, files=(registered,)))
     await store.publish_version(make_manifest("b", 3, files=(deleted,)))
-    await store.delete_adapter("b")
-    removed_bytes = await collect_garbage(store, blobs, grace_s=100)
-    assert removed_bytes == len(b"deleted") + len(b"orphan")
+    await store.publish_version(make_manifest("c", 4, files=(restorable,)))
+    await store.delete_adapter("b", grace_s=0)
+    await store.delete_adapter("c", grace_s=100)
+    await asyncio.sleep(0.01)
+    collected = await collect_garbage(store, blobs, grace_s=100)
+    assert collected.freed_bytes == len(b"deleted") + len(b"orphan")
+    assert collected.tombstones == 1
+    assert blobs.has(restorable.sha256)
+    await store.restore_adapter("c")
+    with pytest.raises(NotFound):
+        await store.restore_adapter("b")
     assert [blobs.has(entry.sha256) for entry in (registered, older, deleted, orphan)] == [
         True,
         True,

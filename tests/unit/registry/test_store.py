@@ -203,7 +203,7 @@ async def test_every_key_is_in_one_hash_slot(
     await store.leases.register("r", "127.0.0.1:1", "sha256:b")
     with redis.Redis.from_url(redis_url, decode_responses=True) as client:
         keys = client.keys()
-    assert len(keys) == 9
+    assert len(keys) == 10
     assert all(key.startswith("{lorafleet}:") for key in keys)
 
 
