@@ -3,6 +3,7 @@
 models/   compiled models, one folder each, complete or absent
 blobs/    adapter files by sha256
 redis/    the embedded Redis's append-only file
+operator.key  the API key of whoever runs `up`
 run/      what `up` started: addresses and process ids
 logs/     one file a process
 """
@@ -38,6 +39,11 @@ def redis_dir() -> Path:
 def run_dir() -> Path:
     """What `up` started."""
     return home() / "run"
+
+
+def key_file() -> Path:
+    """The operator's API key of a fleet on this machine, readable by its owner alone."""
+    return home() / "operator.key"
 
 
 def logs_dir() -> Path:

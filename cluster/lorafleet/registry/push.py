@@ -66,17 +66,26 @@ def push_messages(
     InvalidAdapter, Unsupported
         The directory is no adapter, or its weights are pickled.
     """
-    header = registry_pb2.PushHeader(
+    header = push_header(directory, name, **options)
+    return header_messages(directory, header, progress)
+
+
+def push_header(
+    directory: Path, name: str, **options: Unpack[PushOptions]
+) -> registry_pb2.PushHeader:
+    """The first message's content; arguments and errors as of `push_messages`."""
+    return registry_pb2.PushHeader(
         name=canonical_name(name),
         files=[file_to_proto(entry) for entry in scan_directory(Path(directory))],
         **options,
     )
-    return _messages(Path(directory), header, progress or _ignore)
 
 
-def _messages(
-    directory: Path, header: registry_pb2.PushHeader, progress: Progress
+def header_messages(
+    directory: Path, header: registry_pb2.PushHeader, progress: Progress | None = None
 ) -> Iterator[registry_pb2.PushAdapterRequest]:
+    """The messages of a push with a header made before; as `push_messages`."""
+    progress = progress or _ignore
     total_bytes = sum(entry.size_bytes for entry in header.files)
     sent_bytes = 0
     progress(0, total_bytes)
@@ -84,6 +93,8 @@ def _messages(
     held_bytes = list(header.held_bytes) or [0] * len(header.files)
     for entry, held in zip(header.files, held_bytes, strict=True):
         sent_bytes += held
+        if held:
+            progress(sent_bytes, total_bytes)
         with (directory / entry.name).open("rb") as file:
             file.seek(held)
             while chunk := file.read(CHUNK_BYTES):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from lorafleet.sdk.aio import AsyncClient
 from lorafleet.sdk.client import Client
 from lorafleet.sdk.values import (
+    Change,
     Completion,
     Delta,
     Event,
@@ -18,6 +19,7 @@ from lorafleet.sdk.values import (
 
 __all__ = [
     "AsyncClient",
+    "Change",
     "Client",
     "Completion",
     "Delta",

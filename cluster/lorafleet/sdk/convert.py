@@ -11,6 +11,7 @@ from typing import Any
 
 from lorafleet.core.errors import InvalidInput
 from lorafleet.sdk.values import (
+    Change,
     Delta,
     Event,
     Finished,
@@ -21,6 +22,7 @@ from lorafleet.sdk.values import (
     Started,
 )
 from lorafleet.v1 import fleet_pb2, inference_pb2
+from lorafleet.wire.messages import adapter_from_proto
 
 Prompt = str | Sequence[int]
 """A text, or token ids."""
@@ -35,7 +37,7 @@ _REASONS = {
 
 
 def generate_request(
-    prompt: Prompt, adapter: str, sampling: Sampling | None
+    prompt: Prompt, adapter: str, sampling: Sampling | None, sticky_key: str = ""
 ) -> inference_pb2.GenerateRequest:
     """Make a Generate request.
 
@@ -44,7 +46,9 @@ def generate_request(
     InvalidInput
         The prompt or a sampling field is of a wrong type or sign.
     """
-    request = inference_pb2.GenerateRequest(adapter=adapter, sampling=_sampling(sampling))
+    request = inference_pb2.GenerateRequest(
+        adapter=adapter, sampling=_sampling(sampling), sticky_key=sticky_key
+    )
     if isinstance(prompt, str):
         request.text = prompt
         return request
@@ -59,11 +63,14 @@ def generate_request(
 
 
 def chat_request(
-    turns: Turns, adapter: str, sampling: Sampling | None
+    turns: Turns, adapter: str, sampling: Sampling | None, sticky_key: str = ""
 ) -> inference_pb2.ChatRequest:
     """Make a Chat request; errors as in `generate_request`."""
     return inference_pb2.ChatRequest(
-        adapter=adapter, sampling=_sampling(sampling), messages=_messages(turns)
+        adapter=adapter,
+        sampling=_sampling(sampling),
+        messages=_messages(turns),
+        sticky_key=sticky_key,
     )
 
 
@@ -72,6 +79,19 @@ def tokenize_request(prompt: str | Turns) -> inference_pb2.TokenizeRequest:
     if isinstance(prompt, str):
         return inference_pb2.TokenizeRequest(text=prompt)
     return inference_pb2.TokenizeRequest(messages=_messages(prompt))
+
+
+def change_from_proto(message: Any, cursor: str) -> Change | None:
+    """Decode an event of a Watch stream; None for a sign of life."""
+    match message.WhichOneof("event"):
+        case "changed":
+            return Change(adapter=adapter_from_proto(message.changed), cursor=cursor)
+        case "deleted":
+            return Change(deleted=message.deleted, cursor=cursor)
+        case "restart":
+            return Change(restart=True, cursor=cursor)
+        case _:
+            return None
 
 
 def event_from_proto(message: Any) -> Event:

@@ -8,8 +8,11 @@ import os
 import grpc
 
 from lorafleet.core.errors import LorafleetError, Unavailable
-from lorafleet.core.home import run_dir
+from lorafleet.core.home import key_file, run_dir
 from lorafleet.wire.status import from_rpc_error
+
+Metadata = tuple[tuple[str, str], ...]
+"""What is sent beside a request."""
 
 
 def find_address(plane: str, given: str | None) -> str:
@@ -34,6 +37,21 @@ def find_address(plane: str, given: str | None) -> str:
             f"no fleet is running here: start one with `lorafleet up`, or give --{plane} or "
             f"{variable}"
         ) from None
+
+
+def find_key(given: str | None, address: str | None) -> str | None:
+    """The API key to show.
+
+    As given, else from LORAFLEET_KEY, else the operator's own key of the fleet on this machine:
+    that one is shown to nobody else, so only when no address was given or set.
+    """
+    key = given or os.environ.get("LORAFLEET_KEY")
+    if key or address or any(f"LORAFLEET_{plane}" in os.environ for plane in ("GATEWAY", "ADMIN")):
+        return key
+    try:
+        return key_file().read_text().strip() or None
+    except OSError:
+        return None
 
 
 def call_error(error: grpc.RpcError, plane: str, address: str) -> LorafleetError:

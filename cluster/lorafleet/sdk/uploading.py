@@ -1,18 +1,60 @@
 """A push's messages, with the reason when making them fails.
 
 gRPC takes the messages in a thread of its own and tells only that iterating them failed; here the
-failure itself is kept for the caller.
+failure itself is kept for the caller. Files are hashed once, however often a push is tried.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from lorafleet.core.errors import InvalidAdapter
 from lorafleet.v1 import registry_pb2
 
 Progress = Callable[[int, int], None]
+
+TRIES = 3
+"""How often a push that broke off is taken up again."""
+
+
+class Push:
+    """A directory to be pushed.
+
+    Raises
+    ------
+    InvalidInput, InvalidAdapter, Unsupported
+        As `registry.push.push_messages`.
+    """
+
+    def __init__(
+        self, directory: Path | str, name: str, progress: Progress | None, **options: Any
+    ) -> None:
+        # Half a second of imports that only a push needs.
+        from lorafleet.registry.push import push_header
+
+        self._directory = Path(directory)
+        self._header = push_header(self._directory, name, **options)
+        self._progress = progress
+        self.begun = False
+
+    def plan(self) -> registry_pb2.PlanPushRequest:
+        """The question what is held already."""
+        return registry_pb2.PlanPushRequest(name=self._header.name, files=self._header.files)
+
+    def upload(self, held_bytes: Sequence[int]) -> Upload:
+        """The messages, after what is held."""
+        from lorafleet.registry.push import header_messages
+
+        self._header.ClearField("held_bytes")
+        self._header.held_bytes.extend(held_bytes)
+        return Upload(header_messages(self._directory, self._header, self._told))
+
+    def _told(self, sent_bytes: int, total_bytes: int) -> None:
+        self.begun = self.begun or sent_bytes > 0
+        if self._progress is not None:
+            self._progress(sent_bytes, total_bytes)
 
 
 class Upload:
@@ -24,16 +66,6 @@ class Upload:
     def __init__(self, messages: Iterator[registry_pb2.PushAdapterRequest]) -> None:
         self._messages = messages
         self._failure: Exception | None = None
-
-    @classmethod
-    def of(
-        cls, directory: Path | str, name: str, *, if_new: bool, progress: Progress | None
-    ) -> Upload:
-        """The push of a directory; errors as in `registry.push.push_messages`."""
-        # Half a second of imports that only a push needs.
-        from lorafleet.registry.push import push_messages
-
-        return cls(push_messages(Path(directory), name, if_new=if_new, progress=progress))
 
     def __iter__(self) -> Upload:
         return self

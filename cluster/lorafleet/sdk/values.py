@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lorafleet.core.record import AdapterRecord
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
@@ -110,3 +112,17 @@ class FleetStatus:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A change of the registry: an adapter as it is now, or the name of one that is gone.
+
+    `restart` says that everything follows: forget what you know. A later watch goes on from
+    `cursor`; it repeats what came since the cursor before.
+    """
+
+    adapter: AdapterRecord | None = None
+    deleted: str = ""
+    restart: bool = False
+    cursor: str = ""
