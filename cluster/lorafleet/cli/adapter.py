@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from lorafleet.cli.output import AdminOption, JsonOption, err, out, print_json
+from lorafleet.cli.records import (
+    LabelOption,
+    NameArgument,
+    labels_of,
+    record_json,
+    target_words,
+    when,
+)
 
 app = typer.Typer(help="Register adapters and look at them.", no_args_is_help=True)
-
-NameArgument = Annotated[str, typer.Argument(help="`name` or `tenant/name`.")]
 
 
 @app.command()
@@ -25,12 +30,15 @@ def push(
     if_new: Annotated[
         bool, typer.Option("--if-new", help="Fail if the adapter has another version already.")
     ] = False,
+    label: LabelOption = None,
     admin: AdminOption = None,
     json: JsonOption = False,
 ) -> None:
     """Upload an adapter; it can be used as soon as this returns.
 
-    Example: `lorafleet adapter push ./my-adapter --name support-bot`
+    What the registry holds already is not sent again; a push that breaks off is taken up again.
+
+    Example: `lorafleet adapter push ./my-adapter --name support-bot --label team=support`
     """
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
@@ -43,25 +51,69 @@ def push(
             directory,
             name=name,
             if_new=if_new,
+            labels=labels_of(label),
             progress=lambda sent, total: bar.update(task, completed=sent, total=total),
         )
-    if json:
-        print_json({**asdict(version), "existed": existed})
-    else:
-        out.print(f"{name} {version.id}" + (" (pushed before)" if existed else ""))
+    _print_version(name, version, existed, json)
+
+
+@app.command("import")
+def import_(
+    source: Annotated[str, typer.Argument(help="file://, http(s)://, s3://, gs:// or az:// URL.")],
+    name: Annotated[str, typer.Option(help="`name` or `tenant/name`.")],
+    if_new: Annotated[
+        bool, typer.Option("--if-new", help="Fail if the adapter has another version already.")
+    ] = False,
+    label: LabelOption = None,
+    admin: AdminOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Let the registry fetch an adapter; only from where its --allow-source permits.
+
+    Example: `lorafleet adapter import s3://models/support-bot --name support-bot`
+    """
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+    from lorafleet.sdk import Client
+
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn()
+    with Client(admin=admin) as client, Progress(*columns, console=err, transient=True) as bar:
+        task = bar.add_task(f"import {name}", total=None)
+        version, existed = client.import_adapter(
+            source,
+            name=name,
+            if_new=if_new,
+            labels=labels_of(label),
+            progress=lambda sent, total: bar.update(task, completed=sent, total=total or None),
+        )
+    _print_version(name, version, existed, json)
 
 
 @app.command("list")
-def list_(admin: AdminOption = None, json: JsonOption = False) -> None:
-    """List all adapters."""
+def list_(
+    tenant: Annotated[str, typer.Option(help="Of this tenant.")] = "",
+    search: Annotated[str, typer.Option(help="With this text in their names.")] = "",
+    label: LabelOption = None,
+    deleted: Annotated[
+        bool, typer.Option("--deleted", help="Those that can be restored, instead.")
+    ] = False,
+    admin: AdminOption = None,
+    json: JsonOption = False,
+) -> None:
+    """List adapters.
+
+    Example: `lorafleet adapter list --tenant acme --label team=support`
+    """
     from rich.table import Table
 
     from lorafleet.sdk import Client
 
     with Client(admin=admin) as client:
-        records = client.list_adapters()
+        records = client.list_adapters(
+            tenant=tenant, search=search, labels=labels_of(label), deleted=deleted
+        )
     if json:
-        print_json([_record(record) for record in records])
+        print_json([record_json(record) for record in records])
         return
     table = Table("adapter", "version", "rank", "modules", "size", "versions", "aliases")
     for record in records:
@@ -88,13 +140,13 @@ def show(name: NameArgument, admin: AdminOption = None, json: JsonOption = False
     with Client(admin=admin) as client:
         record = client.get_adapter(name)
     if json:
-        print_json(_record(record))
+        print_json(record_json(record))
         return
     table = Table("version", "created", "rank", "dtype", "size", "aliases", title=record.name)
     for version in record.versions:
         table.add_row(
             version.id,
-            datetime.fromtimestamp(version.created_at_s, UTC).isoformat(timespec="seconds"),
+            when(version.created_at_s),
             str(version.max_rank),
             version.dtype,
             f"{version.weights_bytes / 2**20:.1f} MiB",
@@ -103,38 +155,6 @@ def show(name: NameArgument, admin: AdminOption = None, json: JsonOption = False
             ),
         )
     out.print(table)
-
-
-@app.command()
-def alias(
-    name: NameArgument,
-    alias: Annotated[str, typer.Argument(help="Like `prod`; used as `name@prod`.")],
-    version: Annotated[str, typer.Argument(help="A version id, sha256:...")],
-    admin: AdminOption = None,
-    json: JsonOption = False,
-) -> None:
-    """Point an alias at a version."""
-    from lorafleet.sdk import Client
-
-    with Client(admin=admin) as client:
-        record = client.set_alias(name, alias, version)
-    if json:
-        print_json(_record(record))
-    else:
-        out.print(f"{name}@{alias} is {version}")
-
-
-@app.command()
-def delete(name: NameArgument, admin: AdminOption = None, json: JsonOption = False) -> None:
-    """Remove an adapter with all its versions; running requests finish."""
-    from lorafleet.sdk import Client
-
-    with Client(admin=admin) as client:
-        client.delete_adapter(name)
-    if json:
-        print_json({"deleted": name})
-    else:
-        out.print(f"deleted {name}")
 
 
 @app.command()
@@ -182,9 +202,39 @@ def inspect(
     out.print(table)
 
 
-def _record(record: Any) -> dict[str, Any]:
-    return {
-        "name": record.name,
-        "aliases": {alias: asdict(target) for alias, target in record.aliases.items()},
-        "versions": [asdict(version) for version in record.versions],
-    }
+@app.command()
+def history(
+    name: NameArgument,
+    limit: Annotated[int, typer.Option(help="The most entries.")] = 20,
+    admin: AdminOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Show what was done to an adapter, newest first, and by which API key."""
+    from rich.table import Table
+
+    from lorafleet.sdk import Client
+    from lorafleet.sdk.admin import history
+
+    with Client(admin=admin) as client:
+        entries = client.run(history(name, limit))
+    if json:
+        print_json([asdict(entry) for entry in entries])
+        return
+    table = Table("when", "what", "alias", "before", "after", "key", title=name)
+    for entry in entries:
+        table.add_row(
+            when(entry.at_s),
+            entry.action,
+            entry.alias,
+            target_words(entry.before),
+            target_words(entry.after),
+            entry.actor,
+        )
+    out.print(table)
+
+
+def _print_version(name: str, version: Any, existed: bool, json: bool) -> None:
+    if json:
+        print_json({**asdict(version), "existed": existed})
+    else:
+        out.print(f"{name} {version.id}" + (" (registered before)" if existed else ""))

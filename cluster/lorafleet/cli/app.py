@@ -5,7 +5,18 @@ from __future__ import annotations
 import typer
 
 from lorafleet import __version__
-from lorafleet.cli import adapter, bench, demo, doctor, fleet, generate, making, model
+from lorafleet.cli import (
+    adapter,
+    bench,
+    changing,
+    demo,
+    doctor,
+    fleet,
+    generate,
+    making,
+    model,
+    tenants,
+)
 from lorafleet.cli.output import run_command
 
 app = typer.Typer(
@@ -37,7 +48,9 @@ def _root(
 
 for command in (model.compile_, fleet.up, fleet.down, fleet.status, doctor.doctor):
     app.command(command.__name__.rstrip("_"))(command)
-app.add_typer(adapter.app, name="adapter")
+app.add_typer(changing.app, name="adapter")  # adapter's, with the changing commands
+app.add_typer(tenants.tenant_app, name="tenant")
+app.add_typer(tenants.key_app, name="key")
 adapter.app.command("mix")(making.mix)
 adapter.app.command("convert")(making.convert)
 app.command("merge")(making.merge)

@@ -10,7 +10,8 @@ Addresses are found as `endpoints` says. Errors are those of `lorafleet.core.err
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -306,10 +307,11 @@ class _Plane:
 
     async def stream(self, method: Any, request: Any) -> AsyncIterator[Event]:
         """The events of a streamed answer; as `messages`."""
-        async for message in self.messages(method, request):
-            yield convert.event_from_proto(message)
+        async with contextlib.aclosing(self.messages(method, request)) as messages:
+            async for message in messages:
+                yield convert.event_from_proto(message)
 
-    async def messages(self, method: Any, request: Any) -> AsyncIterator[Any]:
+    async def messages(self, method: Any, request: Any) -> AsyncGenerator[Any, None]:
         """Make a call at the first step, yield its replies, and end it when the caller stops."""
         call = method(request, timeout=self._timeout_s, metadata=self._metadata)
         try:
