@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-
 AFFINE = -1
 """What `used` says of a page that holds a gain less one and a shift instead of rank rows."""
 

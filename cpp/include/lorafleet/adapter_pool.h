@@ -13,7 +13,8 @@
 // - RESIDENT versions are never written. They are evicted only while unpinned, least recently
 //   pinned first. `Pin` returns the page ids; they stay valid until the matching `Unpin`.
 // - Pages are either in the free list or owned by exactly one version: Check() proves it.
-// - A page's `used` counts are 0 when it leaves the free list; Write and WriteAffine alone set them.
+// - A page's `used` counts are 0 when it leaves the free list; Write and WriteAffine alone set
+// them.
 //
 // Thread-safe. Rows are copied outside the lock, so that pins never wait for a load; Commit and
 // Abort wait for the copies of their version. The pages become visible to readers through Commit

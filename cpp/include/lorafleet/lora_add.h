@@ -23,7 +23,8 @@ struct AdapterPlan {
   int64_t num_refs(int64_t s) const { return page_starts[s + 1] - page_starts[s]; }
 };
 
-// What `used` says of a page whose first two rows of B hold, for a part, a gain less one and a shift.
+// What `used` says of a page whose first two rows of B hold, for a part, a gain less one and a
+// shift.
 inline constexpr int32_t kAffinePage = -1;
 
 // The rank pages of one site. Part q covers output columns [part_ends[q - 1], part_ends[q]).
@@ -38,8 +39,8 @@ struct SitePages {
   int64_t out_features;  // N
 };
 
-// y += sum over pages of scale * B (A x), in place, for the rows of segments that have pages. Affine
-// pages (DoRA's magnitudes, biases) come first, whatever their place in the plan: each adds
+// y += sum over pages of scale * B (A x), in place, for the rows of segments that have pages.
+// Affine pages (DoRA's magnitudes, biases) come first, whatever their place in the plan: each adds
 // scale * (gain * y + shift) with the y of the base. Only rank rows in use are read; the full-width
 // delta is never materialised. A row's result does not depend on the other rows, and rows without
 // pages are not touched.
