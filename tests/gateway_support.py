@@ -243,6 +243,7 @@ class House:
                 model_dir=self.model_dir,
                 listen="127.0.0.1:0",
                 pool=options.pop("pool", FAST),
+                **options,
             )
         )
         self.address = await self.gateway.start()

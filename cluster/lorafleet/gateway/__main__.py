@@ -38,6 +38,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--address-file", type=Path, help="gets the address once it listens (for port 0)"
     )
+    parser.add_argument(
+        "--require-keys", action="store_true", help="callers need an API key of the registry"
+    )
+    parser.add_argument(
+        "--operator-key-file", type=Path, metavar="FILE", help="the operator's key, valid as well"
+    )
     parser.add_argument("--grace-s", type=float, default=30.0, help="how long streams may end")
     parser.add_argument("--log-file", type=Path, help="JSON lines; standard error when not given")
     parser.add_argument("--log-level", default="info")
@@ -50,7 +56,13 @@ async def _serve(options: argparse.Namespace) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)
     gateway = Gateway(
-        GatewayOptions(redis_url=options.redis, model_dir=options.model_dir, listen=options.listen)
+        GatewayOptions(
+            redis_url=options.redis,
+            model_dir=options.model_dir,
+            listen=options.listen,
+            require_keys=options.require_keys,
+            operator_key_file=options.operator_key_file,
+        )
     )
     address = await gateway.start()
     try:

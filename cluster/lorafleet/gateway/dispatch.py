@@ -20,7 +20,9 @@ import grpc
 from lorafleet.core.errors import Internal, LorafleetError, Retry, Unavailable
 from lorafleet.core.log import get_logger
 from lorafleet.core.manifest import VersionManifest
+from lorafleet.gateway.limits import Meter
 from lorafleet.gateway.replicas import ReplicaPool
+from lorafleet.gateway.resolve import Asked
 from lorafleet.routing import Decision, LoadBound, choose
 from lorafleet.v1 import inference_pb2, replica_pb2
 from lorafleet.wire.status import from_rpc_error
@@ -36,7 +38,7 @@ _log = get_logger("lorafleet.access")
 class AdapterResolver(Protocol):
     """What dispatching needs to know of the registry."""
 
-    async def resolve(self, adapter: str) -> VersionManifest | None:
+    async def resolve(self, asked: Asked) -> VersionManifest | None:
         """Return a version, or None for the base model."""
 
 
@@ -45,12 +47,13 @@ class _Trace:
     """What the access log says of a request."""
 
     request_id: str
-    adapter: str
+    asked: Asked
     began_s: float = field(default_factory=time.monotonic)
     version: str | None = None
     decision: Decision | None = None
     resident: bool | None = None
     tries: int = 0
+    prompt_tokens: int = 0
     tokens: int = 0
     first_token_s: float | None = None
 
@@ -58,7 +61,8 @@ class _Trace:
         """Write the request's line."""
         facts = {
             "request_id": self.request_id,
-            "adapter": self.adapter,
+            "tenant": self.asked.caller.tenant,
+            "adapter": self.asked.adapter,
             "version": self.version,
             "replica": self.decision.replica if self.decision else None,
             "reason": self.decision.reason.value if self.decision else None,
@@ -84,6 +88,8 @@ class Dispatcher:
     ----------
     resolver : AdapterResolver
     pool : ReplicaPool
+    meter : Meter
+        Counts what tenants use.
     rng : Random
         Breaks the policy's ties.
     bound : LoadBound
@@ -92,18 +98,19 @@ class Dispatcher:
 
     resolver: AdapterResolver
     pool: ReplicaPool
+    meter: Meter
     rng: Random = field(default_factory=Random)
     bound: LoadBound = field(default_factory=LoadBound)
 
     async def generate(
-        self, adapter: str, request: replica_pb2.ReplicaGenerateRequest, time_left: TimeLeft
+        self, asked: Asked, request: replica_pb2.ReplicaGenerateRequest, time_left: TimeLeft
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """Stream an answer: one Started, any number of Deltas, one Finished.
 
         Parameters
         ----------
-        adapter : str
-            As the client wrote it.
+        asked : Asked
+            Who asks for which adapter.
         request : ReplicaGenerateRequest
             Without its version, which is filled in.
         time_left : callable
@@ -112,17 +119,19 @@ class Dispatcher:
         Raises
         ------
         LorafleetError
-            What resolving raised, or the last replica's error.
+            What resolving raised, or the last replica's error; Exhausted when the tenant has used
+            up its minute.
 
         Notes
         -----
         Started is held back until the first token, so that a client never hears of a replica that
         then did not serve it. Leaving the iteration, however, cancels the replica's work.
         """
-        trace = _Trace(request_id=request.request_id, adapter=adapter)
+        trace = _Trace(request_id=request.request_id, asked=asked)
         code, told = "OK", None
         try:
-            manifest = await self.resolver.resolve(adapter)
+            manifest = await self.resolver.resolve(asked)
+            self.meter.admit(asked.caller.tenant)
             if manifest is not None:
                 request.version = trace.version = manifest.id
             async with aclosing(self._tries(request, time_left, trace)) as responses:
@@ -138,6 +147,7 @@ class Dispatcher:
             code = "INTERNAL"
             raise
         finally:
+            self.meter.spend(asked.caller.tenant, trace.prompt_tokens + trace.tokens)
             trace.write(code, told)
 
     async def tokenize(
@@ -212,6 +222,7 @@ async def _answer(
                 case "started":
                     started = response
                     trace.resident = response.started.resident
+                    trace.prompt_tokens = response.started.prompt_tokens
                     continue
                 case "delta":
                     trace.tokens += len(response.delta.token_ids)

@@ -7,18 +7,32 @@ model, and that a name registered a moment ago is found. It knows no replica.
     a registered name or reference  its version
     an unknown name, another case   NotFound, naming it
     a deleted adapter               NotFound, naming it
+    one of a tenant unseen          NotFound, the same
     a malformed one ("x ", "a:b")   InvalidInput, naming it
     registry never read             Unavailable
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from lorafleet.core.errors import Conflict, NotFound, Unavailable
 from lorafleet.core.manifest import VersionManifest
 from lorafleet.core.model import BaseModel
-from lorafleet.core.names import AdapterRef, parse_ref
+from lorafleet.core.names import AdapterRef, parse_ref, tenant_of
+from lorafleet.core.tenant import ANYONE, Principal
 from lorafleet.registry.catalogue import Catalogue
+from lorafleet.registry.changes import no_adapter
 from lorafleet.registry.store import RegistryStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """Who asks for what: `adapter` and `sticky_key` as the client wrote them."""
+
+    adapter: str
+    sticky_key: str = ""
+    caller: Principal = ANYONE
 
 
 class Resolver:
@@ -29,7 +43,7 @@ class Resolver:
         self._store = store
         self._base = base
 
-    async def resolve(self, adapter: str) -> VersionManifest | None:
+    async def resolve(self, asked: Asked) -> VersionManifest | None:
         """Return the version that a request's `adapter` means; None is the base model.
 
         Raises
@@ -43,10 +57,12 @@ class Resolver:
         Unavailable
             The registry has not been read yet.
         """
-        ref = parse_ref(adapter)
+        ref = parse_ref(asked.adapter)
         if ref is None:
             return None
-        manifest = await self._find(ref)
+        if not asked.caller.sees(tenant_of(ref.name)):
+            raise no_adapter(ref.name)
+        manifest = await self._find(ref, asked.sticky_key)
         if manifest.base_digest != self._base.digest:
             raise Conflict(
                 f"adapter {ref.name!r} was registered for another base model "
@@ -57,9 +73,9 @@ class Resolver:
             )
         return manifest
 
-    async def _find(self, ref: AdapterRef) -> VersionManifest:
+    async def _find(self, ref: AdapterRef, sticky_key: str) -> VersionManifest:
         try:
-            return self._catalogue.resolve(ref)
+            return self._catalogue.resolve(ref, sticky_key)
         except NotFound:
             if not self._catalogue.connected:
                 raise
@@ -69,5 +85,5 @@ class Resolver:
             except Unavailable:
                 pass
             else:
-                return record.resolve(ref)
+                return record.resolve(ref, sticky_key)
             raise

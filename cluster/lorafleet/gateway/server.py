@@ -14,13 +14,17 @@ from pathlib import Path
 
 from lorafleet.core.log import get_logger
 from lorafleet.core.model import BaseModel
+from lorafleet.core.tenant import Scope
 from lorafleet.gateway.dispatch import Dispatcher
 from lorafleet.gateway.door import Door
+from lorafleet.gateway.limits import Meter
 from lorafleet.gateway.replicas import PoolOptions, ReplicaPool
 from lorafleet.gateway.resolve import Resolver
 from lorafleet.gateway.service import FLEET, INFERENCE, FleetService, InferenceService
 from lorafleet.gateway.tasks import end
+from lorafleet.registry.auth import authorise_by
 from lorafleet.registry.catalogue import Catalogue
+from lorafleet.registry.keyring import Keyring, read_operator
 from lorafleet.registry.store import RegistryStore
 from lorafleet.routing import FleetView
 from lorafleet.v1.fleet_pb2_grpc import add_FleetServicer_to_server
@@ -35,6 +39,11 @@ _LAST_WORDS_S = 1.0
 _log = get_logger(__name__)
 
 
+def needed_scope(method: str) -> Scope:
+    """The scope that a method of the gateway needs; the fleet's state is of all tenants."""
+    return Scope.DATA if method.startswith(f"/{INFERENCE}/") else Scope.OPERATOR
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayOptions:
     """What a gateway is told.
@@ -47,6 +56,10 @@ class GatewayOptions:
         The compiled base model; only its description is read.
     listen : str
         `host:port`; port 0 picks a free one.
+    require_keys : bool
+        Whether callers need an API key; each then sees its own tenant's adapters and the default's.
+    operator_key_file : Path, optional
+        Has the operator's own API key, which is valid beside those in the registry.
     pool : PoolOptions
         How closely replicas are followed.
     """
@@ -54,6 +67,8 @@ class GatewayOptions:
     redis_url: str
     model_dir: Path
     listen: str = "127.0.0.1:8470"
+    require_keys: bool = False
+    operator_key_file: Path | None = None
     pool: PoolOptions = field(default_factory=PoolOptions)
 
 
@@ -107,10 +122,18 @@ class Gateway:
             catalogue = Catalogue(store)
             await catalogue.start(wait_s=0.0)
             stack.push_async_callback(catalogue.stop)
+            keyring = Keyring(store, read_operator(options.operator_key_file))
+            await keyring.start(wait_s=0.0)
+            stack.push_async_callback(keyring.stop)
+            meter = Meter(keyring.quota, store.usage)
+            await meter.start()
+            stack.push_async_callback(meter.stop)
             pool = ReplicaPool(store.leases, base.digest, options=options.pool)
             await pool.start()
             stack.push_async_callback(pool.stop)
-            dispatcher = Dispatcher(resolver=Resolver(catalogue, store, base), pool=pool)
+            dispatcher = Dispatcher(
+                resolver=Resolver(catalogue, store, base), pool=pool, meter=meter
+            )
             door = Door()
             inference = InferenceService(dispatcher, catalogue, base, door)
             fleet = FleetService(pool, catalogue, base)
@@ -122,6 +145,11 @@ class Gateway:
                     ),
                     Service(name=FLEET, add=partial(add_FleetServicer_to_server, fleet)),
                 ],
+                authorise=(
+                    authorise_by(keyring.authenticate, needed_scope, "gateway")
+                    if options.require_keys
+                    else None
+                ),
             )
             address = await server.start()
             await self._tell(server, False)

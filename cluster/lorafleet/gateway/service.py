@@ -16,11 +16,12 @@ import grpc
 
 from lorafleet.core.errors import Unavailable
 from lorafleet.core.model import BaseModel
-from lorafleet.core.names import BASE
+from lorafleet.core.names import BASE, tenant_of
 from lorafleet.gateway import convert, validate
 from lorafleet.gateway.dispatch import Dispatcher
 from lorafleet.gateway.door import Door
 from lorafleet.gateway.replicas import ReplicaPool
+from lorafleet.gateway.resolve import Asked
 from lorafleet.registry.catalogue import Catalogue
 from lorafleet.v1 import (
     fleet_pb2,
@@ -29,6 +30,7 @@ from lorafleet.v1 import (
     inference_pb2_grpc,
     replica_pb2,
 )
+from lorafleet.wire.auth import caller
 
 INFERENCE = "lorafleet.v1.Inference"
 FLEET = "lorafleet.v1.Fleet"
@@ -58,7 +60,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """Continue a prompt."""
         validate.check_generate(request, self._base)
         inner = convert.from_generate(request)
-        async with aclosing(self._answer(request.adapter, inner, context)) as responses:
+        async with aclosing(self._answer(request, inner, context)) as responses:
             async for response in responses:
                 yield response
 
@@ -68,18 +70,21 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """Answer a conversation."""
         validate.check_chat(request, self._base)
         inner = convert.from_chat(request)
-        async with aclosing(self._answer(request.adapter, inner, context)) as responses:
+        async with aclosing(self._answer(request, inner, context)) as responses:
             async for response in responses:
                 yield convert.to_chat(response)
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: _Context
     ) -> inference_pb2.ListModelsResponse:
-        """List the base model and every adapter registered for it."""
+        """List the base model and every adapter registered for it that the caller sees."""
         if not self._catalogue.synced:
             raise Unavailable("the registry has not been read yet; it is being tried")
         models = [inference_pb2.Model(name=BASE, base=True)]
+        who = caller()
         for name in self._catalogue.names():
+            if not who.sees(tenant_of(name)):
+                continue
             latest = self._catalogue.adapter(name).latest
             if latest.base_digest == self._base.digest:
                 models.append(inference_pb2.Model(name=name, version=latest.id))
@@ -94,11 +99,15 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             return await self._dispatcher.tokenize(request, context.time_remaining)
 
     async def _answer(
-        self, adapter: str, request: replica_pb2.ReplicaGenerateRequest, context: _Context
+        self,
+        request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest,
+        inner: replica_pb2.ReplicaGenerateRequest,
+        context: _Context,
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        request.request_id = _request_id(context)
+        inner.request_id = _request_id(context)
+        asked = Asked(adapter=request.adapter, sticky_key=request.sticky_key, caller=caller())
         with self._door.passing():
-            answer = self._dispatcher.generate(adapter, request, context.time_remaining)
+            answer = self._dispatcher.generate(asked, inner, context.time_remaining)
             async with aclosing(answer) as responses:
                 async for response in responses:
                     yield response

@@ -18,6 +18,7 @@ ROLES = ("system", "user", "assistant")
 
 MAX_TEMPERATURE = 2.0
 MAX_STOPS = 16
+MAX_STICKY_KEY_BYTES = 256
 
 
 def check_generate(request: inference_pb2.GenerateRequest, base: BaseModel) -> None:
@@ -30,6 +31,7 @@ def check_generate(request: inference_pb2.GenerateRequest, base: BaseModel) -> N
             _check_token_ids(request.token_ids.ids, base)
         case _:
             raise InvalidInput("prompt is not set: give text or token_ids", field="prompt")
+    _check_sticky_key(request.sticky_key)
     check_sampling(request.sampling, base)
 
 
@@ -38,6 +40,7 @@ def check_chat(request: inference_pb2.ChatRequest, base: BaseModel) -> None:
     if not request.messages:
         raise InvalidInput("messages is empty: expected at least one", field="messages")
     _check_roles(request.messages)
+    _check_sticky_key(request.sticky_key)
     check_sampling(request.sampling, base)
 
 
@@ -64,6 +67,15 @@ def check_sampling(sampling: inference_pb2.SamplingParams, base: BaseModel) -> N
     for index, text in enumerate(sampling.stop):
         if not text:
             raise InvalidInput(f"stop[{index}] is empty", field=f"sampling.stop[{index}]")
+
+
+def _check_sticky_key(key: str) -> None:
+    length = len(key.encode())
+    if length > MAX_STICKY_KEY_BYTES:
+        raise InvalidInput(
+            f"sticky_key has {length} bytes: at most {MAX_STICKY_KEY_BYTES} are allowed",
+            field="sticky_key",
+        )
 
 
 def _check_range(name: str, value: float, most: float, zero: str) -> None:

@@ -24,17 +24,29 @@ def needed_scope(method: str) -> Scope:
     return Scope.OPERATOR if method in _OPERATORS_ALONE else Scope.ADMIN
 
 
-def admin_authorise(authenticate: Callable[[str], Principal]) -> Authorise:
-    """Says who calls a method of the admin plane, given who a secret belongs to."""
+def authorise_by(
+    authenticate: Callable[[str], Principal], needed: Callable[[str], Scope], plane: str
+) -> Authorise:
+    """Says who calls a method of a plane.
+
+    Parameters
+    ----------
+    authenticate : callable
+        Says who a secret belongs to.
+    needed : callable
+        Says what a method, by its full name, needs.
+    plane : str
+        Named in errors.
+    """
 
     def authorise(method: str, secret: str | None) -> Principal:
         if secret is None:
             raise Unauthenticated(
-                "the admin plane needs an API key, sent as `authorization: Bearer <key>`",
+                f"the {plane} needs an API key, sent as `authorization: Bearer <key>`",
                 field="authorization",
             )
         principal = authenticate(secret)
-        scope = needed_scope(method)
+        scope = needed(method)
         if not principal.allows(scope):
             raise Forbidden(
                 f"{method.rpartition('/')[2]} needs a key with scope {scope.value}; this one's is "

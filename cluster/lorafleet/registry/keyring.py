@@ -8,14 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 from lorafleet.core.errors import Conflict, LorafleetError, Unauthenticated
 from lorafleet.core.log import get_logger
 from lorafleet.core.names import DEFAULT_TENANT
-from lorafleet.core.tenant import ApiKey, Principal, Quota, Scope, key_id_of, secret_sha256
+from lorafleet.core.tenant import (
+    ApiKey,
+    Principal,
+    Quota,
+    Scope,
+    key_id_of,
+    new_secret,
+    secret_sha256,
+)
 from lorafleet.registry.feed import Cursor
 from lorafleet.registry.store import RegistryStore
 
@@ -157,3 +167,23 @@ def operator_key(secret: str) -> ApiKey:
         secret_sha256=secret_sha256(secret),
         note="operator",
     )
+
+
+def read_or_make_key(path: Path) -> str:
+    """The key in a file; a fresh one, readable by its owner alone, if there is no file."""
+    with contextlib.suppress(FileNotFoundError):
+        return path.read_text().strip()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _, secret = new_secret()
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.touch(mode=0o600)
+    partial.write_text(secret + "\n")
+    with contextlib.suppress(FileExistsError):  # another process was quicker: its key holds
+        os.link(partial, path)
+    partial.unlink()
+    return path.read_text().strip()
+
+
+def read_operator(path: Path | None) -> ApiKey | None:
+    """The operator's key of its file, made if it is not there; None without a file."""
+    return operator_key(read_or_make_key(path)) if path is not None else None

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import functools
 import ipaddress
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,12 +18,11 @@ from lorafleet.adapters import load_adapter
 from lorafleet.core.errors import InvalidInput, LorafleetError
 from lorafleet.core.log import get_logger
 from lorafleet.core.model import BaseModel
-from lorafleet.core.tenant import ApiKey, new_secret
-from lorafleet.registry.auth import admin_authorise
+from lorafleet.registry.auth import authorise_by, needed_scope
 from lorafleet.registry.blobs import BlobStore
 from lorafleet.registry.changes import DEFAULT_GRACE_S
 from lorafleet.registry.garbage import collect_forever
-from lorafleet.registry.keyring import Keyring, operator_key
+from lorafleet.registry.keyring import Keyring, read_operator
 from lorafleet.registry.pushing import PushLimits
 from lorafleet.registry.service import Policy, RegistryService
 from lorafleet.registry.store import RegistryStore
@@ -124,10 +122,10 @@ class RegistryServer:
             stack.callback(service.close)
             authorise = None
             if authorised:
-                keyring = Keyring(store, _operator(options.operator_key_file))
+                keyring = Keyring(store, read_operator(options.operator_key_file))
                 stack.push_async_callback(keyring.stop)
                 await keyring.start(wait_s=0.0)
-                authorise = admin_authorise(keyring.authenticate)
+                authorise = authorise_by(keyring.authenticate, needed_scope, "admin plane")
             self._server = GrpcServer(
                 options.listen, _services(service, TenantsService(store)), authorise=authorise
             )
@@ -165,25 +163,6 @@ class RegistryServer:
                     await server.set_serving(name, now)
                 serving = now
             await asyncio.sleep(_PROBE_EVERY_S)
-
-
-def read_or_make_key(path: Path) -> str:
-    """The key in a file; a fresh one, readable by its owner alone, if there is no file."""
-    with contextlib.suppress(FileNotFoundError):
-        return path.read_text().strip()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _, secret = new_secret()
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.touch(mode=0o600)
-    partial.write_text(secret + "\n")
-    with contextlib.suppress(FileExistsError):  # another process was quicker: its key holds
-        os.link(partial, path)
-    partial.unlink()
-    return path.read_text().strip()
-
-
-def _operator(path: Path | None) -> ApiKey | None:
-    return operator_key(read_or_make_key(path)) if path is not None else None
 
 
 def _services(adapters: RegistryService, tenants: TenantsService) -> list[Service]:

@@ -24,6 +24,7 @@ from lorafleet.registry.leases import Leases
 from lorafleet.registry.link import LinkOptions, RedisLink
 from lorafleet.registry.reading import ALL, Filter, Reader
 from lorafleet.registry.tenancy import Tenancy
+from lorafleet.registry.usage import UsageBook
 
 __all__ = ["Changes", "Condition", "Cursor", "Filter", "Published", "RegistryStore"]
 
@@ -56,6 +57,7 @@ class RegistryStore:
         self._feed = Feed(self._link)
         self.leases = Leases(self._link)
         self.tenancy = Tenancy(self._link, max_changes)
+        self.usage = UsageBook(self._link)
 
     async def close(self) -> None:
         """Close the connections."""

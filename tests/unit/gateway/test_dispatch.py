@@ -201,7 +201,7 @@ async def test_a_deadline_ends_the_call_and_the_replicas_work(house) -> None:
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await eventually(lambda: sum(replica.running for replica in replicas) == 0)
     (deadline_s,) = [at for replica in replicas for at in replica.deadlines]
-    assert 0 < deadline_s <= 0.3
+    assert 0 < deadline_s <= 0.31  # gRPC rounds it up
 
 
 async def test_a_hot_adapter_spreads_to_more_replicas(house) -> None:

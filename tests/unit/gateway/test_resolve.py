@@ -7,7 +7,7 @@ import pytest
 
 from gateway_support import BASE, manifest
 from lorafleet.core.errors import Conflict, InvalidInput, NotFound, Unavailable
-from lorafleet.gateway.resolve import Resolver
+from lorafleet.gateway.resolve import Asked, Resolver
 from lorafleet.registry.catalogue import Catalogue
 from lorafleet.registry.link import LinkOptions
 from lorafleet.registry.store import RegistryStore
@@ -106,7 +106,7 @@ async def test_before_the_registry_was_read_nobody_can_tell() -> None:
     store = RegistryStore("redis://127.0.0.1:1", options=LinkOptions(deadline_s=0.2))
     catalogue = Catalogue(store)
     resolver = Resolver(catalogue, store, BASE)
-    assert await resolver.resolve("") is None
+    assert await resolver.resolve(Asked(adapter="")) is None
     with pytest.raises(Unavailable, match="not been read"):
-        await resolver.resolve("pirate")
+        await resolver.resolve(Asked(adapter="pirate"))
     await store.close()

@@ -33,8 +33,8 @@ from lorafleet.core.model import BaseModel
 from lorafleet.core.names import DEFAULT_TENANT
 from lorafleet.core.tenant import Principal, Scope, new_secret
 from lorafleet.registry import BlobStore, EmbeddedRedis, RegistryStore
-from lorafleet.registry.auth import admin_authorise
-from lorafleet.registry.keyring import Keyring, operator_key
+from lorafleet.registry.auth import authorise_by, needed_scope
+from lorafleet.registry.keyring import Keyring, operator_key, read_or_make_key
 from lorafleet.registry.push import push_messages
 from lorafleet.registry.server import (
     SERVICE,
@@ -42,7 +42,6 @@ from lorafleet.registry.server import (
     RegistryServer,
     ServerOptions,
     _services,
-    read_or_make_key,
 )
 from lorafleet.registry.service import Policy, RegistryService
 from lorafleet.registry.sources import Source, SourceRules
@@ -109,7 +108,9 @@ async def serving(
     server = GrpcServer(
         "127.0.0.1:0",
         _services(service, TenantsService(store)),
-        authorise=admin_authorise(keyring.authenticate) if auth else None,
+        authorise=(
+            authorise_by(keyring.authenticate, needed_scope, "admin plane") if auth else None
+        ),
     )
     async with open_channel(await server.start()) as channel:
         yield Admin(channel, OPERATOR if auth else None)
