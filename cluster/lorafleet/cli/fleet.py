@@ -47,6 +47,14 @@ def up(
     adapter_pages: Annotated[
         int, typer.Option(min=1, help="Rank pages of each replica (8 rank rows each).")
     ] = 256,
+    require_keys: Annotated[
+        bool,
+        typer.Option("--require-keys", help="Callers need an API key; yours is in the home."),
+    ] = False,
+    allow_source: Annotated[
+        list[str] | None,
+        typer.Option(help="URL at or below which adapters may be imported from; repeatable."),
+    ] = None,
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="Return when it is ready.")
     ] = False,
@@ -67,6 +75,8 @@ def up(
         replicas=replicas,
         gateway=f"127.0.0.1:{port}",
         admin=f"127.0.0.1:{admin_port}",
+        require_keys=require_keys,
+        allow_sources=tuple(allow_source or ()),
         engine={"num_adapter_pages": adapter_pages},
     )
     if detach:
@@ -170,6 +180,8 @@ def _detach(options: FleetOptions) -> FleetState:
         *("--port", options.gateway.rpartition(":")[2]),
         *("--admin-port", options.admin.rpartition(":")[2]),
         *("--adapter-pages", str(options.engine["num_adapter_pages"])),
+        *(("--require-keys",) if options.require_keys else ()),
+        *(f"--allow-source={url}" for url in options.allow_sources),
     ]
     with result.open("wb") as stdout, log.open("wb") as stderr:
         child = subprocess.Popen(

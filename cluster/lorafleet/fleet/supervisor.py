@@ -27,7 +27,9 @@ from lorafleet.fleet.cluster import LocalCluster
 from lorafleet.fleet.processes import Part, end, marked, marking
 from lorafleet.fleet.state import FleetLock, FleetState, Holder
 from lorafleet.registry import EmbeddedRedis
+from lorafleet.registry.keyring import read_or_make_key
 from lorafleet.v1 import fleet_pb2, fleet_pb2_grpc
+from lorafleet.wire.auth import bearer
 from lorafleet.wire.channel import open_sync_channel
 
 STOPPING = "stopping"
@@ -53,6 +55,10 @@ class FleetOptions:
         Number of replicas; the machine's cores are divided among them.
     gateway, admin : str
         `host:port` of the two planes; port 0 picks a free one.
+    require_keys : bool
+        Whether callers of both planes need an API key; the operator's is in the home.
+    allow_sources : tuple of str
+        URLs at or below which adapters may be imported from.
     engine : dict
         Fields of EngineOptions for every replica.
     """
@@ -61,6 +67,8 @@ class FleetOptions:
     replicas: int = 2
     gateway: str = "127.0.0.1:8470"
     admin: str = "127.0.0.1:8471"
+    require_keys: bool = False
+    allow_sources: tuple[str, ...] = ()
     engine: dict[str, Any] = field(default_factory=dict)
 
 
@@ -148,11 +156,15 @@ class Supervisor:
 
         self._stage("starting the registry, the gateway and Ray")
         common = [f"--redis={redis_url}", f"--model-dir={options.model_dir}"]
-        blobs = f"--blobs={home.blobs_dir()}"
-        registry = self._launch_server("registry", [*common, blobs])
+        common.append(f"--operator-key-file={home.key_file()}")
+        own = [f"--blobs={home.blobs_dir()}"]
+        own += [f"--allow-source={url}" for url in options.allow_sources]
+        own += [] if options.require_keys else ["--no-auth"]
+        registry = self._launch_server("registry", [*common, *own])
         replicas = self._launch_replicas(redis_url)
         # Last, so that it is stopped first: the front door closes before what is behind it.
-        gateway = self._launch_server("gateway", common)
+        own = ["--require-keys"] if options.require_keys else []
+        gateway = self._launch_server("gateway", [*common, *own])
         for part in (registry, gateway):
             self._listen[part.name] = part.wait(deadline_s)
 
@@ -237,13 +249,16 @@ class Supervisor:
     def _wait_known(self, deadline_s: float) -> None:
         """Wait until the gateway has heard from every replica."""
         known, wanted = 0, self._options.replicas
+        key = read_or_make_key(home.key_file())
         with open_sync_channel(self._listen["gateway"]) as channel:
             fleet: Any = fleet_pb2_grpc.FleetStub(channel)  # type: ignore[no-untyped-call]
             while time.monotonic() < deadline_s:
                 for part in self._parts:
                     part.check()
                 with contextlib.suppress(grpc.RpcError):
-                    status = fleet.GetStatus(fleet_pb2.GetStatusRequest(), timeout=1)
+                    status = fleet.GetStatus(
+                        fleet_pb2.GetStatusRequest(), timeout=1, metadata=bearer(key)
+                    )
                     before, known = known, sum(r.connected for r in status.replicas)
                     if known >= wanted and status.registry_connected:
                         return

@@ -20,7 +20,7 @@ from lorafleet.gateway.server import Gateway, GatewayOptions
 
 def main(arguments: list[str] | None = None) -> int:
     """Run until a signal; returns the exit status."""
-    options = _parser().parse_args(arguments)
+    options = _parse(arguments)
     try:
         log.configure("gateway", file=options.log_file, level=options.log_level)
         asyncio.run(_serve(options))
@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m lorafleet.gateway", description=__doc__)
     parser.add_argument("--redis", required=True, metavar="URL", help="the registry's Redis")
     parser.add_argument("--model-dir", required=True, type=Path, help="the compiled base model")
@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--grace-s", type=float, default=30.0, help="how long streams may end")
     parser.add_argument("--log-file", type=Path, help="JSON lines; standard error when not given")
     parser.add_argument("--log-level", default="info")
-    return parser
+    return parser.parse_args(arguments)
 
 
 async def _serve(options: argparse.Namespace) -> None:

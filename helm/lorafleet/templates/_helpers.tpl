@@ -30,6 +30,10 @@ app.kubernetes.io/component: {{ .component }}
 {{- .Values.blobs.existingClaim | default (include "lorafleet.name" (dict "root" . "component" "blobs")) -}}
 {{- end }}
 
+{{- define "lorafleet.operatorSecret" -}}
+{{- .Values.auth.existingSecret | default (include "lorafleet.name" (dict "root" . "component" "operator")) -}}
+{{- end }}
+
 {{- define "lorafleet.modelDir" -}}
 /model/{{ .Values.model.path }}
 {{- end }}

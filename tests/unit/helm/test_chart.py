@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import importlib
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from lorafleet.core.tenant import Scope
+from lorafleet.registry.keyring import operator_key
 
 yaml = pytest.importorskip("yaml")
 helm = pytest.importorskip("helm_python")
@@ -53,6 +57,8 @@ def pods(documents: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
         {"redis": {"url": "rediss://redis.example:6380/1"}},
         {"image": {"digest": "sha256:" + "0" * 64}, "gateway": {"replicas": 5}},
         {"blobs": {"existingClaim": "weights"}, "serviceAccountName": "models"},
+        {"auth": {"existingSecret": "mine", "requireKeys": True}},
+        {"redis": {"url": "redis+sentinel://a:26379,b:26379/main/0"}},
     ],
 )
 def test_every_object_obeys_the_kubernetes_schema(values: dict[str, Any]) -> None:
@@ -70,6 +76,39 @@ def test_an_external_redis_replaces_the_bundled_one() -> None:
     documents = render({"redis": {"url": "redis://elsewhere:6379/0"}})
     assert not [d for d in documents if d["metadata"]["name"].endswith("-redis")]
     assert "redis://elsewhere:6379/0" in yaml.safe_dump_all(documents)
+
+
+def test_the_registry_and_gateway_read_a_key_of_the_secret_that_the_chart_makes() -> None:
+    documents = render()
+    (secret,) = [d for d in documents if d["kind"] == "Secret"]
+    key = base64.b64decode(secret["data"]["operator.key"]).decode()
+    assert operator_key(key).scope is Scope.OPERATOR
+    for component in ("registry", "gateway"):
+        (spec,) = [spec for name, spec in pods(documents) if name == f"lf-{component}"]
+        (container,) = spec["containers"]
+        assert "--operator-key-file=/operator/operator.key" in container["args"]
+        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        assert mounts["operator"] == "/operator"
+        (volume,) = [volume for volume in spec["volumes"] if volume["name"] == "operator"]
+        assert volume["secret"]["secretName"] == secret["metadata"]["name"]
+
+
+def test_an_existing_secret_is_used_and_keys_are_asked_for_when_told() -> None:
+    documents = render({"auth": {"existingSecret": "mine", "requireKeys": True}})
+    assert not [d for d in documents if d["kind"] == "Secret"]
+    (spec,) = [spec for name, spec in pods(documents) if name == "lf-gateway"]
+    assert "--require-keys" in spec["containers"][0]["args"]
+    assert {"secretName": "mine", "defaultMode": 0o440} in [
+        volume.get("secret") for volume in spec["volumes"]
+    ]
+
+
+@pytest.mark.parametrize("component", ["registry", "gateway"])
+def test_the_processes_take_the_arguments_that_the_chart_gives(component: str) -> None:
+    values = {"auth": {"requireKeys": True}, "registry": {"allowSources": ["https://hub.example/"]}}
+    (spec,) = [spec for name, spec in pods(render(values)) if name == f"lf-{component}"]
+    main = importlib.import_module(f"lorafleet.{component}.__main__")
+    main._parse(spec["containers"][0]["args"])
 
 
 def test_two_releases_in_one_namespace_share_nothing() -> None:
