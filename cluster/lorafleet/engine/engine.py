@@ -1,18 +1,14 @@
 """The engine: one replica's model, usable alone in a process.
 
-engine = Engine(model_dir)
-engine.start()
-engine.upload_lora("adapters/pirate", name="pirate")
-engine.set_lora("pirate")
-print(engine.complete("Hello").text)
-engine.stop()
+with Engine(model_dir) as engine:
+    engine.upload_lora("adapters/pirate", name="pirate")
+    print(engine.complete("Hello", adapter="pirate").text)
 """
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import os
-import queue
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
@@ -24,16 +20,17 @@ import numpy as np
 from lorafleet.adapters import load_adapter
 from lorafleet.core.errors import Conflict, Exhausted, InvalidInput, Unsupported
 from lorafleet.core.model import BaseModel
+from lorafleet.engine import streams
 from lorafleet.engine.blocks import BlockTable
 from lorafleet.engine.book import AdapterBook, AdapterUse, Source
 from lorafleet.engine.intake import Intake
+from lorafleet.engine.keeping import Keeper
 from lorafleet.engine.loop import StepLoop
 from lorafleet.engine.options import EngineOptions
 from lorafleet.engine.request import (
     Completion,
     Delta,
     Event,
-    Failed,
     Finished,
     Mix,
     Prompt,
@@ -44,7 +41,7 @@ from lorafleet.engine.residency import Residency
 from lorafleet.engine.runner import Runner
 from lorafleet.engine.scheduler import Limits, Scheduler
 from lorafleet.engine.single_step import single_step
-from lorafleet.engine.snapshot import ResidencySnapshot, Snapshots, Subscriber
+from lorafleet.engine.snapshot import ResidencySnapshot, Snapshots, Subscriber, take
 from lorafleet.engine.text import TextCodec
 
 
@@ -215,6 +212,33 @@ class Engine:
         except TimeoutError:
             raise Exhausted(f"adapters were not loaded within {timeout_s:g} s") from None
 
+    def prefetch(self, use: AdapterUse) -> None:
+        """Begin to load what a later request will want; a load that fails is only logged.
+
+        Raises
+        ------
+        NotFound
+            A name is not known.
+        """
+        loop, residency = self._loaded()
+        for version, _ in self._resolve(use):
+            loop.call(partial(residency.ensure, version)).result()
+
+    def keep(self, adapters: Sequence[str]) -> None:
+        """Keep adapters in rank pages from now on, and no others, whatever else is asked for.
+
+        The first are the more important: together they hold at most half of the rank pages. They
+        give way to a request that has waited past the age limit.
+
+        Raises
+        ------
+        NotFound
+            A name is not known.
+        """
+        versions = [version for name in adapters for version, _ in self._resolve(name)]
+        loop, _ = self._loaded()
+        loop.call(lambda: self._keeper().want(versions)).result()
+
     def unload(self, version: str) -> bool:
         """Drop a version and its names; true if it held rank pages or a load and they are free now.
 
@@ -222,6 +246,8 @@ class Engine:
         """
         loop, residency = self._loaded()
         self._book.forget(version)
+
+        loop.call(lambda: self._keeper().forget(version)).result()
         return loop.call(partial(residency.unload, version)).result()
 
     # Generation.
@@ -244,24 +270,10 @@ class Engine:
         Exhausted
             Too many requests are waiting.
         """
-        events: asyncio.Queue[Event] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-
-        def emit(event: Event) -> None:
-            # Raises when the client's loop is gone, which ends the request.
-            loop.call_soon_threadsafe(events.put_nowait, event)
-
-        request = self._submit(prompt, sampling, adapter, emit)
-        try:
-            while True:
-                event = await events.get()
-                if isinstance(event, Failed):
-                    raise event.error
+        submit = partial(self._submit, prompt, sampling, adapter)
+        async with contextlib.aclosing(streams.listen(submit, self._abort)) as events:
+            async for event in events:
                 yield event
-                if isinstance(event, Finished):
-                    return
-        finally:
-            self._abort(request)
 
     def stream(
         self,
@@ -271,18 +283,7 @@ class Engine:
         adapter: AdapterUse | EllipsisType = ...,
     ) -> Iterator[Event]:
         """`generate` for code without an event loop."""
-        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        request = self._submit(prompt, sampling, adapter, events.put)
-        try:
-            while True:
-                event = events.get()
-                if isinstance(event, Failed):
-                    raise event.error
-                yield event
-                if isinstance(event, Finished):
-                    return
-        finally:
-            self._abort(request)
+        return streams.wait(partial(self._submit, prompt, sampling, adapter), self._abort)
 
     def complete(
         self,
@@ -382,20 +383,15 @@ class Engine:
             raise Unsupported(f"base model {self.base.name!r} was compiled without LoRA")
         return loop, self._residency
 
+    def _keeper(self) -> Keeper:
+        _, scheduler = self._running()
+        assert scheduler.keeper is not None, "it has residency"
+        return scheduler.keeper
+
     def _publish(self) -> None:
         """Take a snapshot and tell subscribers if it is news. Step thread."""
-        assert self._scheduler is not None
-        residency = self._residency
-        self._snapshots.publish(
-            ResidencySnapshot(
-                resident=residency.resident() if residency is not None else (),
-                loading=residency.loading() if residency is not None else (),
-                free_pages=residency.pool.free_pages() if residency is not None else 0,
-                num_pages=residency.pool.num_pages if residency is not None else 0,
-                running=len(self._scheduler.running),
-                waiting=len(self._scheduler.waiting),
-            )
-        )
+        _, scheduler = self._running()
+        self._snapshots.publish(take(scheduler))
 
 
 def _ignore(event: Event) -> None:

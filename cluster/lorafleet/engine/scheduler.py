@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from lorafleet.core.errors import LorafleetError
 from lorafleet.engine.blocks import BlockTable
+from lorafleet.engine.keeping import Keeper
 from lorafleet.engine.plan import Chunk, StepPlan, build_plan
 from lorafleet.engine.request import Failed, Mix, Request
 from lorafleet.engine.residency import Residency
@@ -42,6 +43,7 @@ class Scheduler:
     def __init__(self, blocks: BlockTable, residency: Residency | None, limits: Limits) -> None:
         self.blocks = blocks
         self.residency = residency
+        self.keeper = Keeper(residency) if residency is not None else None
         self.limits = limits
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -102,6 +104,8 @@ class Scheduler:
         if starving is not self._starving:
             self._starving = starving
             self._drained.clear()
+        if self.keeper is not None:
+            self.keeper.tend(others_starve=starving is not None)
         residency.place(self._claims(), others=starving is None)
         self._grow_drained(residency)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from lorafleet.core.log import get_logger
+from lorafleet.engine.scheduler import Scheduler
 
 _log = get_logger(__name__)
 
@@ -23,6 +24,21 @@ class ResidencySnapshot:
     num_pages: int = 0
     running: int = 0
     waiting: int = 0
+
+
+def take(scheduler: Scheduler) -> ResidencySnapshot:
+    """What a scheduler has now. Step thread."""
+    queues = ResidencySnapshot(running=len(scheduler.running), waiting=len(scheduler.waiting))
+    residency = scheduler.residency
+    if residency is None:
+        return queues
+    return replace(
+        queues,
+        resident=residency.resident(),
+        loading=residency.loading(),
+        free_pages=residency.pool.free_pages(),
+        num_pages=residency.pool.num_pages,
+    )
 
 
 Subscriber = Callable[[ResidencySnapshot], object]

@@ -18,6 +18,7 @@ from lorafleet.core.errors import Conflict, LorafleetError, NotFound, Unavailabl
 from lorafleet.core.log import get_logger
 from lorafleet.core.manifest import VersionManifest
 from lorafleet.engine import Engine, EngineOptions
+from lorafleet.fleet.following import Follower
 from lorafleet.fleet.service import REPLICA, ReplicaService
 from lorafleet.registry import BlobStore, Catalogue, RegistryStore
 from lorafleet.v1.replica_pb2_grpc import add_ReplicaServicer_to_server
@@ -65,13 +66,13 @@ class Replica:
         self._blobs = BlobStore(options.blobs_dir)
         self._store = RegistryStore(options.redis_url)
         self._catalogue = Catalogue(self._store)
+        self._follower = Follower(self._engine, self._catalogue, self._store, options.replica_id)
         self._service = ReplicaService(self._engine, options.replica_id)
         self._server = GrpcServer(
             f"{options.host}:0",
             [Service(name=REPLICA, add=partial(add_ReplicaServicer_to_server, self._service))],
         )
         self._lease: asyncio.Task[None] | None = None
-        self._sweeps: set[asyncio.Task[None]] = set()
         self._fenced = False
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -86,7 +87,7 @@ class Replica:
         self._engine.set_source(self._find_version)
         # Before the lease: a gateway must not send names of which this replica has not heard.
         await self._catalogue.start()
-        self._catalogue.on_change(self._unload_deleted)
+        self._follower.start()
         address = await self._server.start()
         self._lease = asyncio.create_task(self._hold_lease(address), name="lease")
         _log.info(
@@ -112,6 +113,7 @@ class Replica:
                 await self._lease
         await self._service.finish(grace_s)
         await self._server.stop(1.0)
+        await self._follower.stop()
         await self._catalogue.stop()
         await self._store.close()
         await asyncio.to_thread(self._engine.stop)
@@ -171,21 +173,3 @@ class Replica:
                 if time.monotonic() > deadline_s:
                     raise
                 await asyncio.sleep(0.01)
-
-    def _unload_deleted(self, names: frozenset[str]) -> None:
-        """After a change: versions that nobody can ask for any more give their pages back."""
-        del names
-        task = asyncio.create_task(self._sweep(), name="unload")
-        self._sweeps.add(task)
-        task.add_done_callback(self._sweeps.discard)
-
-    async def _sweep(self) -> None:
-        for version in self._engine.residency().resident:
-            try:
-                self._catalogue.manifest(version)
-            except NotFound:
-                with contextlib.suppress(LorafleetError):
-                    # In use: it goes when the pool needs its pages.
-                    await asyncio.to_thread(self._engine.unload, version)
-            except Unavailable:
-                return

@@ -15,6 +15,8 @@ from safetensors.numpy import save_file
 from lorafleet.core.manifest import FileEntry, VersionManifest
 from lorafleet.core.model import BaseModel, KvLayout, Site, SitePart
 from lorafleet.registry import BlobStore, EmbeddedRedis, RegistryStore
+from lorafleet.v1 import tenants_pb2
+from support.admin import Admin, serving
 
 
 @pytest.fixture(scope="session")
@@ -205,3 +207,22 @@ async def make_proxy() -> AsyncIterator[Callable[[int], Proxy]]:
     yield make
     for proxy in proxies:
         await proxy.stop()
+
+
+@pytest.fixture
+async def admin(
+    store: RegistryStore, blobs: BlobStore, make_base: Callable[..., BaseModel]
+) -> AsyncIterator[Admin]:
+    async with serving(store, blobs, make_base()) as admin:
+        yield admin
+
+
+@pytest.fixture
+async def guarded(
+    store: RegistryStore, blobs: BlobStore, make_base: Callable[..., BaseModel]
+) -> AsyncIterator[Admin]:
+    """The operator's view of a registry that asks for keys, with tenants t1 and t2."""
+    async with serving(store, blobs, make_base(), auth=True) as admin:
+        for tenant in ("t1", "t2"):
+            await admin.call("CreateTenant", tenants_pb2.CreateTenantRequest(name=tenant))
+        yield admin

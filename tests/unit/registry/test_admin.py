@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-import http.server
 import os
-import socket
 import stat
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from lorafleet.adapters import load_adapter
 from lorafleet.core.errors import (
     AlreadyExists,
     Conflict,
@@ -27,115 +21,21 @@ from lorafleet.core.errors import (
     NotFound,
     Unauthenticated,
     Unavailable,
-    Unsupported,
 )
-from lorafleet.core.model import BaseModel
 from lorafleet.core.names import DEFAULT_TENANT
 from lorafleet.core.tenant import Principal, Scope, new_secret
-from lorafleet.registry import BlobStore, EmbeddedRedis, RegistryStore
-from lorafleet.registry.auth import authorise_by, needed_scope
-from lorafleet.registry.keyring import Keyring, operator_key, read_or_make_key
+from lorafleet.registry import BlobStore, EmbeddedRedis
+from lorafleet.registry.keyring import operator_key, read_or_make_key
 from lorafleet.registry.push import push_messages
 from lorafleet.registry.server import (
     SERVICE,
     TENANTS,
     RegistryServer,
     ServerOptions,
-    _services,
 )
-from lorafleet.registry.service import Policy, RegistryService
-from lorafleet.registry.sources import Source, SourceRules
-from lorafleet.registry.tenants_service import TenantsService
 from lorafleet.v1 import registry_pb2 as pb
-from lorafleet.v1 import registry_pb2_grpc, tenants_pb2, tenants_pb2_grpc
-from lorafleet.wire.auth import bearer
-from lorafleet.wire.channel import GrpcServer, open_channel
-from lorafleet.wire.status import from_rpc_error
-
-_, OPERATOR = new_secret()
-VERSION = "sha256:" + "e" * 64
-
-
-class Admin:
-    """Both stubs with one key, raising our errors."""
-
-    def __init__(self, channel: grpc.aio.Channel, secret: str | None) -> None:
-        self.channel = channel
-        self.metadata = bearer(secret)
-        self._stubs: list[Any] = [
-            registry_pb2_grpc.AdapterRegistryStub(channel),
-            tenants_pb2_grpc.TenantsStub(channel),
-        ]
-
-    def with_key(self, secret: str | None) -> Admin:
-        return Admin(self.channel, secret)
-
-    def method(self, name: str) -> Any:
-        return next(getattr(stub, name) for stub in self._stubs if hasattr(stub, name))
-
-    async def call(self, name: str, request: Any) -> Any:
-        try:
-            return await self.method(name)(request, metadata=self.metadata, timeout=20)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
-
-    async def push(self, directory: Path, name: str, **options: Any) -> Any:
-        return await self.call("PushAdapter", iter(push_messages(directory, name, **options)))
-
-    async def stream(self, name: str, request: Any) -> list[Any]:
-        try:
-            call = self.method(name)(request, metadata=self.metadata, timeout=20)
-            return [response async for response in call]
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
-
-    async def make_key(self, tenant: str, scope: int = tenants_pb2.SCOPE_ADMIN) -> str:
-        request = tenants_pb2.CreateKeyRequest(tenant=tenant, scope=scope)
-        secret: str = (await self.call("CreateKey", request)).secret
-        return secret
-
-
-@asynccontextmanager
-async def serving(
-    store: RegistryStore, blobs: BlobStore, base: BaseModel, *, auth: bool = False, **policy: Any
-) -> AsyncIterator[Admin]:
-    load = functools.partial(load_adapter, base=base)
-    service = RegistryService(
-        store, blobs, load=load, policy=Policy(create_tenants=not auth, **policy)
-    )
-    keyring = Keyring(store, operator_key(OPERATOR))
-    await keyring.start()
-    server = GrpcServer(
-        "127.0.0.1:0",
-        _services(service, TenantsService(store)),
-        authorise=(
-            authorise_by(keyring.authenticate, needed_scope, "admin plane") if auth else None
-        ),
-    )
-    async with open_channel(await server.start()) as channel:
-        yield Admin(channel, OPERATOR if auth else None)
-    await server.stop(0.5)
-    await keyring.stop()
-    service.close()
-
-
-@pytest.fixture
-async def admin(
-    store: RegistryStore, blobs: BlobStore, make_base: Callable[..., BaseModel]
-) -> AsyncIterator[Admin]:
-    async with serving(store, blobs, make_base()) as admin:
-        yield admin
-
-
-@pytest.fixture
-async def guarded(
-    store: RegistryStore, blobs: BlobStore, make_base: Callable[..., BaseModel]
-) -> AsyncIterator[Admin]:
-    """The operator's view of a registry that asks for keys, with tenants t1 and t2."""
-    async with serving(store, blobs, make_base(), auth=True) as admin:
-        for tenant in ("t1", "t2"):
-            await admin.call("CreateTenant", tenants_pb2.CreateTenantRequest(name=tenant))
-        yield admin
+from lorafleet.v1 import tenants_pb2
+from support.admin import VERSION, Admin
 
 
 async def known(admin: Admin) -> Admin:
@@ -339,135 +239,6 @@ async def test_what_is_held_no_more_is_a_conflict_and_damage_is_found(
     with pytest.raises(InvalidAdapter, match="sha256"):
         await admin.push(directory, "a", held_bytes=list(held.held_bytes))
     assert (await admin.push(directory, "a")).version.id
-
-
-# Imports.
-
-
-class Web:
-    """A web server of one directory that counts who asks."""
-
-    def __init__(self, root: Path) -> None:
-        self.requests: list[str] = []
-        web = self
-
-        class Handler(http.server.SimpleHTTPRequestHandler):
-            def __init__(self, *arguments: Any) -> None:
-                super().__init__(*arguments, directory=str(root))
-
-            def do_GET(self) -> None:
-                web.requests.append(self.path)
-                if self.path.startswith("/moved"):
-                    self.send_response(302)
-                    self.send_header("location", "/a/adapter_config.json")
-                    self.end_headers()
-                    return
-                super().do_GET()
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-
-@pytest.fixture
-def web(tmp_path: Path, make_adapter: Callable[..., Path]) -> Iterator[Web]:
-    make_adapter(tmp_path / "web" / "a")
-    web = Web(tmp_path / "web")
-    yield web
-    web.server.shutdown()
-
-
-@pytest.fixture
-async def importing(
-    store: RegistryStore,
-    blobs: BlobStore,
-    make_base: Callable[..., BaseModel],
-    web: Web,
-    tmp_path: Path,
-) -> AsyncIterator[Admin]:
-    allowed = (f"file://{tmp_path}/web", f"{web.url}/a", f"{web.url}/moved", f"{web.url}/none")
-    async with serving(store, blobs, make_base(), allow_sources=allowed) as admin:
-        yield admin
-
-
-async def test_adapters_are_imported_from_a_directory_and_over_http(
-    importing: Admin, web: Web, tmp_path: Path
-) -> None:
-    for i, source in enumerate((f"{web.url}/a", f"file://{tmp_path}/web/a", f"{web.url}/a/")):
-        request = pb.ImportAdapterRequest(name=f"a{i}", source=source, labels={"k": "v"})
-        *_, last = await importing.stream("ImportAdapter", request)
-        assert last.version.adapter == f"a{i}"
-        assert last.fetched_bytes == last.total_bytes > 0
-    adapter = (await importing.call("GetAdapter", pb.GetAdapterRequest(name="a0"))).adapter
-    assert dict(adapter.labels) == {"k": "v"}
-
-
-async def test_c53_what_is_not_allowed_is_refused_without_any_contact(
-    importing: Admin, web: Web, tmp_path: Path
-) -> None:
-    listener = socket.create_server(("127.0.0.1", 0))
-    listener.settimeout(0.2)
-    port = listener.getsockname()[1]
-    (tmp_path / "web" / "out").symlink_to("/etc")
-    host = web.url.removeprefix("http://")
-    for source in (
-        "meta-llama/some-adapter",
-        "http://169.254.169.254/latest",
-        f"http://127.0.0.1:{port}/a",
-        f"http://localhost:{host.split(':')[1]}/a",
-        f"https://{host}/a",
-        f"{web.url}/",
-        f"{web.url}/ab",
-        f"{web.url}/a/../b",
-        f"{web.url}/a/%2e%2e/b",
-        f"http://user@{host}/a",
-        f"{web.url}/a?x=1",
-        f"{web.url}/a#x",
-        "file:///etc",
-        f"file://{tmp_path}/web/../etc",
-        f"file://{tmp_path}/web/out",
-        f"file://localhost{tmp_path}/web/a",
-        "\\\\server\\share",
-        "//server/share",
-        "s3://bucket/a",
-        "gopher://x/a",
-        "",
-    ):
-        with pytest.raises(InvalidInput, match="source"):
-            await importing.stream(
-                "ImportAdapter", pb.ImportAdapterRequest(name="x", source=source)
-            )
-    with pytest.raises(TimeoutError):
-        listener.accept()
-    assert web.requests == []
-    listener.close()
-
-
-async def test_redirects_and_what_is_not_there_are_named(importing: Admin, web: Web) -> None:
-    with pytest.raises(Unsupported, match="redirects"):
-        await importing.stream(
-            "ImportAdapter", pb.ImportAdapterRequest(name="x", source=f"{web.url}/moved")
-        )
-    with pytest.raises(NotFound, match=r"adapter_config\.json"):
-        await importing.stream(
-            "ImportAdapter", pb.ImportAdapterRequest(name="x", source=f"{web.url}/none")
-        )
-    assert (await importing.call("ListAdapters", pb.ListAdaptersRequest())).adapters == []
-
-
-def test_rules_compare_hosts_ports_and_whole_segments() -> None:
-    rules = SourceRules("https://Host/a/b", "s3://bucket")
-    assert rules.check("https://host:443/a/b/c").path == ("a", "b", "c")
-    assert rules.check("s3://bucket/x/y").host == "bucket"
-    for url in ("https://host/a/bc", "https://host:444/a/b", "http://host/a/b", "s3://bucket2/x"):
-        with pytest.raises(InvalidInput, match="not allowed"):
-            rules.check(url)
-    with pytest.raises(InvalidInput, match="allow-source"):
-        SourceRules("not a url")
-    assert Source.parse("https://h:8443/a").url("f") == "https://h:8443/a/f"
 
 
 # Watch and verify.
