@@ -7,19 +7,25 @@ all keys carry. The store and the leases stand on it.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import random
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError, ResponseError
+from redis.exceptions import (
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
 
 from lorafleet.core.errors import Exhausted, Internal, Unavailable
 from lorafleet.core.log import get_logger
+from lorafleet.registry.urls import connect
 
 T = TypeVar("T")
 
@@ -68,25 +74,16 @@ class RedisLink:
     Parameters
     ----------
     url : str
-        `redis://`, `rediss://` or `unix://`. A host name is resolved at each connection, so that
-        after a failover the new primary is found.
+        See `urls`. A host name is resolved, and a sentinel asked, at each connection, so that after
+        a failover the new primary is found.
     options : LinkOptions
         Deadlines.
     """
 
     def __init__(self, url: str, *, options: LinkOptions | None = None) -> None:
         self._options = options or LinkOptions()
-        # Retries are ours alone: the client's own would hide that a try may have taken effect. So
-        # are time limits: the client's use asyncio.wait_for, which on Python 3.11 now and then
-        # swallows the cancellation of the task that waits.
-        self._client: Redis = Redis.from_url(
-            url,
-            protocol=2,
-            socket_timeout=None,
-            socket_connect_timeout=None,
-            retry=Retry(NoBackoff(), 0),
-        )
-        self._scripts: dict[str, Any] = {}
+        # Of a cluster, the commands that are used here are the same.
+        self._client = cast(Redis, connect(url))
         self._turns = asyncio.Semaphore(_MAX_CONCURRENT)
 
     async def close(self) -> None:
@@ -134,10 +131,16 @@ class RedisLink:
 
     async def run(self, script: str, keys: Sequence[str], args: Sequence[str | int]) -> Reply[Any]:
         """Run a Lua script as one indivisible change; errors as in `call`."""
-        registered = self._scripts.get(script)
-        if registered is None:
-            registered = self._scripts[script] = self._client.register_script(script)
-        return await self.call(lambda client: registered(keys=keys, args=args, client=client))
+        digest = hashlib.sha1(script.encode()).hexdigest()  # Redis's name for it
+
+        async def command(client: Redis) -> Any:
+            rest: Any = [*keys, *args]
+            try:
+                return await client.evalsha(digest, len(keys), *rest)  # type: ignore[misc]
+            except NoScriptError:
+                return await client.eval(script, len(keys), *rest)  # type: ignore[misc]
+
+        return await self.call(command)
 
     async def _raise_unless_transient(self, error: Exception) -> None:
         """Raise what no retry can help; a connection that failed or was slow is not that."""
@@ -146,7 +149,9 @@ class RedisLink:
         reason = _reason(error)
         if reason == "READONLY":
             # A demoted primary keeps its sockets open: only new connections find the new primary.
-            await self._client.connection_pool.disconnect(inuse_connections=False)
+            pool = getattr(self._client, "connection_pool", None)  # a cluster has none
+            if pool is not None:
+                await pool.disconnect(inuse_connections=False)
         elif reason == "OOM":
             raise Exhausted("the registry's Redis has no memory left; raise its maxmemory")
         elif reason not in _TRANSIENT:

@@ -35,7 +35,7 @@ class RegistryStore:
     Parameters
     ----------
     redis_url : str
-        `redis://`, `rediss://` or `unix://`.
+        See `urls`.
     options : LinkOptions
         How long a command is retried before it fails with Unavailable.
     max_changes : int
