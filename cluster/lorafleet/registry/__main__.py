@@ -79,7 +79,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--redis", required=True, metavar="URL", help="redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://")
+    kinds = "redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://"
+    add("--redis", required=True, metavar="URL", help=kinds)
     add("--blobs", required=True, type=Path, metavar="DIR", help="the blob store's directory")
     add("--model-dir", required=True, type=Path, metavar="DIR", help="the compiled base model")
     add("--listen", default="127.0.0.1:8471", metavar="HOST:PORT", help="port 0 picks one")

@@ -199,6 +199,8 @@ class Catalogue:
         """Take a snapshot."""
         # The cursor comes first: later changes are then read again rather than missed.
         cursor = await self._store.cursor()
+        if cursor.incarnation is None and self._adapters:
+            raise Unavailable("the registry's Redis lost its data; it will be rebuilt")
         found = {record.name: record async for record in self._store.adapters()}
         names = found.keys() | self._adapters.keys()
         self._apply({name: found.get(name) for name in names}, cursor)

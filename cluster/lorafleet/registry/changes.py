@@ -9,29 +9,31 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
 from lorafleet.core.errors import AlreadyExists, Conflict, Exhausted, InvalidInput, NotFound
 from lorafleet.core.manifest import VersionManifest
 from lorafleet.core.names import tenant_of
-from lorafleet.core.record import AdapterRecord, HistoryEntry, Target
+from lorafleet.core.record import Target
 from lorafleet.registry import scripts
 from lorafleet.registry.encoding import (
-    fields_of,
-    history_text,
     manifest_bytes,
-    record_bytes,
     target_text,
 )
-from lorafleet.registry.feed import CHANGES, STATE
-from lorafleet.registry.link import RedisLink, Reply, key
-
-TENANT_NAMES = key("tenant_names")
-NAMES = key("names")
-DELETED_NAMES = key("deleted_names")
-DELETED_UNTIL = key("deleted_until")
+from lorafleet.registry.layout import (
+    CHANGES,
+    DELETED_NAMES,
+    DELETED_UNTIL,
+    NAMES,
+    STATE,
+    TENANT_NAMES,
+    key,
+)
+from lorafleet.registry.link import RedisLink, Reply
+from lorafleet.registry.rebuild import Rebuilder
+from lorafleet.registry.saving import lost
 
 DEFAULT_GRACE_S = 86_400.0
 """How long a deleted adapter can be restored."""
@@ -82,9 +84,12 @@ class Changer:
     and InvalidInput when its idempotency key was used for another change.
     """
 
-    def __init__(self, link: RedisLink, max_changes: int) -> None:
+    def __init__(
+        self, link: RedisLink, max_changes: int, rebuilder: Rebuilder | None = None
+    ) -> None:
         self._link = link
         self._max_changes = max_changes
+        self._rebuilder = rebuilder
 
     async def publish(
         self,
@@ -171,23 +176,6 @@ class Changer:
         """Forget a deleted adapter whose grace has ended; whether it was forgotten."""
         return (await self._run(scripts.PURGE, name, ANY, ("purge",))).code == "purged"
 
-    async def put_back(self, record: AdapterRecord, history: Sequence[HistoryEntry]) -> bool:
-        """Put back an adapter that Redis has lost, unless it has a newer one."""
-        fields = [part for pair in fields_of(record).items() for part in pair]
-        outcome = await self._run(
-            scripts.PUT_BACK,
-            record.name,
-            ANY,
-            ("put back",),
-            record.revision,
-            record_bytes(record),
-            tenant_of(record.name),
-            TENANT_NAMES,
-            json.dumps([history_text(entry) for entry in history]),
-            *fields,
-        )
-        return outcome.code == "put back"
-
     async def _do(
         self, script: str, name: str, condition: Condition, action: str, *arguments: str
     ) -> None:
@@ -218,8 +206,9 @@ class Changer:
         ]
         asked = json.dumps([name, *identity])
         fingerprint = hashlib.sha256(asked.encode()).hexdigest()
+        seen = self._rebuilder.expected if self._rebuilder is not None else ""
         head: list[str | int] = [
-            *(name, secrets.token_hex(8), self._max_changes, condition.actor),
+            *(name, seen or secrets.token_hex(8), self._max_changes, condition.actor),
             *(condition.if_revision, fingerprint),
             scripts.DONE_S if condition.idempotency_key else scripts.RETRY_S,
         ]
@@ -227,6 +216,10 @@ class Changer:
         code, value = (part.decode() for part in reply.value)
         if code == "again":
             code, _, value = value.partition(" ")
+        if code == "lost":
+            raise lost()
+        if self._rebuilder is not None:
+            await self._rebuilder.changed(name)
         if code == "reused":
             raise InvalidInput(
                 f"idempotency_key {condition.idempotency_key!r} was used for another change",

@@ -58,48 +58,13 @@ def record_of(name: str, data: Hash) -> AdapterRecord | None:
     )
 
 
-def fields_of(record: AdapterRecord) -> dict[str, str]:
-    """The hash of an adapter, without what rollbacks could go back to."""
-    fields = {
-        "revision": str(record.revision),
-        "num_versions": str(len(record.versions)),
-        "bytes": str(record_bytes(record)),
-    }
-    for order, manifest in enumerate(record.versions, 1):
-        fields[f"version:{manifest.id}"] = f"{order} {manifest.to_json()}"
-    fields |= {f"alias:{alias}": target_text(target) for alias, target in record.aliases.items()}
-    fields |= {f"label:{key}": value for key, value in record.labels.items()}
-    fields |= {f"pin:{version}": str(replicas) for version, replicas in record.pins.items()}
-    return fields
-
-
-def record_bytes(record: AdapterRecord) -> int:
-    """Bytes of all files of all versions."""
-    return sum(manifest_bytes(manifest) for manifest in record.versions)
-
-
 def manifest_bytes(manifest: VersionManifest) -> int:
     """Bytes of a version's files."""
     return sum(entry.size_bytes for entry in manifest.files)
 
 
-def history_text(entry: HistoryEntry) -> str:
-    """A change as the scripts write it."""
-    return json.dumps(
-        {
-            "revision": entry.revision,
-            "action": entry.action,
-            "alias": entry.alias,
-            "before": target_text(entry.before) if entry.before else "",
-            "after": target_text(entry.after) if entry.after else "",
-            "at_ms": round(entry.at_s * 1000),
-            "actor": entry.actor,
-        }
-    )
-
-
 def history_of(text: str | bytes) -> HistoryEntry:
-    """The inverse of `history_text`."""
+    """A change of an adapter, as the scripts write it."""
     data = json.loads(text)
     return HistoryEntry(
         revision=int(data["revision"]),

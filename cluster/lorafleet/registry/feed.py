@@ -10,11 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias, cast
 
-from lorafleet.core.errors import InvalidInput
-from lorafleet.registry.link import RedisLink, key
-
-STATE = key("state")
-CHANGES = key("changes")
+from lorafleet.core.errors import InvalidInput, Unavailable
+from lorafleet.registry.layout import CHANGES, STATE
+from lorafleet.registry.link import RedisLink
 
 _MAX_PER_READ = 1000
 
@@ -75,12 +73,19 @@ class Feed:
         self._link = link
 
     async def cursor(self) -> Cursor:
-        """Return the newest place in the feed. What is read later has all changes up to it."""
-        generation, incarnation = (
-            await self._link.call(
-                lambda redis: cast(Any, redis.hmget(STATE, ["generation", "incarnation"]))
-            )
+        """Return the newest place in the feed. What is read later has all changes up to it.
+
+        Raises
+        ------
+        Unavailable
+            Redis is away, or is being rebuilt after a loss: what it has now is not everything.
+        """
+        fields = ["generation", "incarnation", "rebuilding"]
+        generation, incarnation, rebuilding = (
+            await self._link.call(lambda redis: cast(Any, redis.hmget(STATE, fields)))
         ).value
+        if rebuilding:
+            raise Unavailable("the registry's Redis lost its data and is being rebuilt")
         return Cursor(
             generation=int(generation or 0),
             incarnation=incarnation.decode() if incarnation else None,

@@ -11,7 +11,7 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from lorafleet.core.errors import LorafleetError
+from lorafleet.core.errors import LorafleetError, Unavailable
 from lorafleet.core.log import get_logger
 from lorafleet.registry.blobs import BlobStore
 from lorafleet.registry.store import RegistryStore
@@ -40,8 +40,11 @@ async def collect_garbage(
     Raises
     ------
     Unavailable
-        Redis is away; no file was removed.
+        Redis is away, or has lost what it refers to and is not rebuilt yet; no file was removed.
     """
+    before = await store.cursor()
+    if store.rebuilder is not None:
+        await store.rebuilder.check(before.incarnation)
     forgotten = [await store.purge(name) for name in await store.expired(time.time())]
     digests: set[str] = set()
     versions: set[str] = set()
@@ -52,6 +55,8 @@ async def collect_garbage(
             for manifest in record.versions:
                 versions.add(manifest.id)
                 digests.update(entry.sha256 for entry in manifest.files)
+    if (await store.cursor()).incarnation != before.incarnation:
+        raise Unavailable("the registry's Redis lost data while garbage was looked for")
     freed = await asyncio.to_thread(blobs.sweep, digests, versions, grace_s)
     return Collected(tombstones=sum(forgotten), freed_bytes=freed)
 

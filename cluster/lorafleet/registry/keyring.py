@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from lorafleet.core.errors import Conflict, LorafleetError, Unauthenticated
+from lorafleet.core.errors import Conflict, LorafleetError, Unauthenticated, Unavailable
 from lorafleet.core.log import get_logger
 from lorafleet.core.names import DEFAULT_TENANT
 from lorafleet.core.tenant import (
@@ -118,10 +118,12 @@ class Keyring:
 
     async def _read_all(self) -> None:
         # The cursor comes first: later changes are then read again rather than missed.
-        self._cursor = await self._store.cursor()
+        cursor = await self._store.cursor()
+        if cursor.incarnation is None and self._keys:
+            raise Unavailable("the registry's Redis lost its data; it will be rebuilt")
         keys = {key.id: key for key in await self._store.tenancy.all_keys()}
         quotas = await self._store.tenancy.quotas()
-        self._keys, self._quotas = keys, quotas
+        self._keys, self._quotas, self._cursor = keys, quotas, cursor
         self._synced.set()
 
     async def _follow(self) -> None:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from lorafleet.core.errors import Conflict, NotFound
 from lorafleet.registry import lease_scripts as scripts
-from lorafleet.registry.link import RedisLink, key
+from lorafleet.registry.layout import key
+from lorafleet.registry.link import RedisLink
 
 _KEYS = (key("leases"), key("lease_deadlines"), key("lease_epochs"))
 

@@ -29,9 +29,6 @@ from lorafleet.registry.urls import connect
 
 T = TypeVar("T")
 
-PREFIX = "{lorafleet}:"
-"""Starts every key. The braces put all into one hash slot, so that scripts run on a cluster."""
-
 _TRANSIENT = frozenset(
     {"LOADING", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "MISCONF", "NOREPLICAS", "READONLY"}
 )
@@ -40,11 +37,6 @@ _FIRST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 0.5
 
 _log = get_logger(__name__)
-
-
-def key(*parts: str) -> str:
-    """Return a key of ours."""
-    return PREFIX + ":".join(parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

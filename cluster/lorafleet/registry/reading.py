@@ -8,9 +8,10 @@ from typing import Any, cast
 
 from lorafleet.core.record import AdapterRecord, HistoryEntry
 from lorafleet.registry import scripts
-from lorafleet.registry.changes import DELETED_NAMES, DELETED_UNTIL, NAMES, no_adapter
+from lorafleet.registry.changes import no_adapter
 from lorafleet.registry.encoding import Hash, history_of, record_of
-from lorafleet.registry.link import RedisLink, key
+from lorafleet.registry.layout import DELETED_NAMES, DELETED_UNTIL, NAMES, key
+from lorafleet.registry.link import RedisLink
 
 _SNAPSHOT_PAGE = 200
 _SCAN = 1000

@@ -3,7 +3,8 @@
 It owns the layout of the keys and the text of the scripts; it knows no connection. They run on
 Redis 6.2 and later. `tenant_scripts` and `lease_scripts` are its siblings.
 
-    {lorafleet}:state              hash: `generation` counts changes, `incarnation` names the data
+    {lorafleet}:state              hash: `generation` counts changes, `incarnation` names the data,
+                                   `rebuilding` while it is put back after a loss
     {lorafleet}:changes            stream, trimmed: entry <generation>-0 says what changed
     {lorafleet}:names              sorted set of all adapter names, by bytes
     {lorafleet}:adapter:<name>     hash: `version:<id>` = "<generation> <manifest>",
@@ -42,6 +43,14 @@ RETRY_S = 30
 """How long that of a change without one is: longer than a lost reply makes the link try again."""
 
 ANNOUNCE = """
+-- Whether Redis has lost what the caller has seen: ARGV[2] is "=<incarnation> <generation>" then.
+local function lost(state)
+  local incarnation, generation = string.match(ARGV[2], '^=(%S+) (%d+)$')
+  if not incarnation then return false end
+  local now = redis.call('HMGET', state, 'incarnation', 'generation', 'rebuilding')
+  return now[1] ~= incarnation or tonumber(now[2] or '0') < tonumber(generation) or now[3]
+end
+
 local function announce(state, changes, incarnation, max_changes, kind, name, ...)
   redis.call('HSETNX', state, 'incarnation', incarnation)
   local generation = redis.call('HINCRBY', state, 'generation', 1)
@@ -55,8 +64,8 @@ end
 # Every change of an adapter has the same head:
 # KEYS state, changes, names, adapter, history, done, tenant, deleted, deleted history,
 #      deleted names, deleted until
-# ARGV name, fresh incarnation, max changes, actor, if_revision, fingerprint, seconds that the
-#      outcome is kept, then its own.
+# ARGV name, fresh incarnation (or what was seen), max changes, actor, if_revision, fingerprint,
+#      seconds that the outcome is kept, then its own.
 _HEAD = (
     ANNOUNCE
     + f"""
@@ -65,6 +74,7 @@ local deleted, deleted_history, deleted_names, deleted_until = unpack(KEYS, 8, 1
 local name, actor, if_revision, fingerprint = ARGV[1], ARGV[4], ARGV[5], ARGV[6]
 local function at(field) return redis.call('HGET', adapter, field) end
 
+if lost(state) then return {{'lost', ''}} end
 local before = redis.call('GET', done)
 if before then
   if string.sub(before, 1, #fingerprint + 1) ~= fingerprint .. ' ' then
@@ -322,34 +332,6 @@ redis.call('DEL', deleted, deleted_history)
 redis.call('ZREM', deleted_names, name)
 redis.call('ZREM', deleted_until, name)
 return {'purged', ''}
-"""
-)
-
-# Puts back an adapter that Redis has lost, unless it has a newer one.
-# ARGV[8..]: revision, bytes, tenant, key of the tenants' names, history as a JSON list (newest
-# first), then the hash's fields and values.
-PUT_BACK = (
-    _HEAD
-    + """
-local revision, bytes = tonumber(ARGV[8]), tonumber(ARGV[9])
-local there = at('revision')
-if there and tonumber(there) >= revision then return {'newer', there} end
-local generation = tonumber(redis.call('HGET', state, 'generation') or '0')
-if generation < revision then
-  redis.call('HSET', state, 'generation', string.format('%d', revision))
-end
-announce(state, changes, ARGV[2], ARGV[3], 'adapter', name)
-local before = tonumber(at('bytes') or '0')
-redis.call('DEL', adapter, history)
-for i = 13, #ARGV, 2 do redis.call('HSET', adapter, ARGV[i], ARGV[i + 1]) end
-for _, entry in ipairs(cjson.decode(ARGV[12])) do redis.call('RPUSH', history, entry) end
-redis.call('ZADD', names, 0, name)
-use(there and 0 or 1, bytes - before)
-if ARGV[10] ~= 'default' then
-  redis.call('HSETNX', tenant, 'created_ms', string.format('%d', now_ms))
-  redis.call('ZADD', ARGV[11], 0, ARGV[10])
-end
-return {'put back', ''}
 """
 )
 

@@ -24,6 +24,7 @@ from lorafleet.registry.changes import DEFAULT_GRACE_S
 from lorafleet.registry.garbage import collect_forever
 from lorafleet.registry.keyring import Keyring, read_operator
 from lorafleet.registry.pushing import PushLimits
+from lorafleet.registry.rebuild import reconcile_forever
 from lorafleet.registry.service import Policy, RegistryService
 from lorafleet.registry.store import RegistryStore
 from lorafleet.registry.tenants_service import TenantsService
@@ -33,7 +34,11 @@ from lorafleet.wire.channel import GrpcServer, Service
 SERVICE = registry_pb2.DESCRIPTOR.services_by_name["AdapterRegistry"].full_name
 TENANTS = tenants_pb2.DESCRIPTOR.services_by_name["Tenants"].full_name
 
+MIRROR = "mirror"
+"""The folder in that of the blobs from which a Redis that lost its data is rebuilt."""
+
 _PROBE_EVERY_S = 1.0
+_RECONCILE_EVERY_S = 0.5
 
 _log = get_logger(__name__)
 
@@ -106,7 +111,8 @@ class RegistryServer:
         base = await asyncio.to_thread(BaseModel.read, options.model_dir)
         await asyncio.to_thread(native.load)  # takes seconds: not at the expense of the first push
         async with contextlib.AsyncExitStack() as stack:
-            store, blobs = RegistryStore(options.redis_url), BlobStore(options.blobs_dir)
+            store = RegistryStore(options.redis_url, mirror=options.blobs_dir / MIRROR)
+            blobs = BlobStore(options.blobs_dir)
             stack.push_async_callback(store.close)
             service = RegistryService(
                 store,
@@ -133,6 +139,10 @@ class RegistryServer:
             garbage = collect_forever(store, blobs, every_s=options.gc_every_s)
             collector = asyncio.create_task(garbage, name="garbage")
             stack.push_async_callback(_cancel, collector)
+            assert store.rebuilder is not None
+            mirroring = reconcile_forever(store.rebuilder, every_s=_RECONCILE_EVERY_S)
+            reconciler = asyncio.create_task(mirroring, name="mirror")
+            stack.push_async_callback(_cancel, reconciler)
             probe = asyncio.create_task(self._probe(self._server, store), name="redis probe")
             stack.push_async_callback(_cancel, probe)
             self._exit = stack.pop_all()

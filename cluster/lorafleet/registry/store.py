@@ -8,6 +8,7 @@ The service changes it; every process's catalogue follows it.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 from lorafleet.core.manifest import VersionManifest
@@ -22,7 +23,9 @@ from lorafleet.registry.changes import (
 from lorafleet.registry.feed import Changes, Cursor, Feed
 from lorafleet.registry.leases import Leases
 from lorafleet.registry.link import LinkOptions, RedisLink
+from lorafleet.registry.mirror import Mirror
 from lorafleet.registry.reading import ALL, Filter, Reader
+from lorafleet.registry.rebuild import Rebuilder
 from lorafleet.registry.tenancy import Tenancy
 from lorafleet.registry.usage import UsageBook
 
@@ -41,6 +44,9 @@ class RegistryStore:
     max_changes : int
         About how many changes the feed keeps; a follower that is further behind takes a snapshot.
 
+    mirror : Path, optional
+        Where the registry's one writer mirrors it, to rebuild a Redis that lost its data.
+
     Notes
     -----
     Every method raises Unavailable while Redis is away. Every change raises Conflict when its
@@ -49,14 +55,20 @@ class RegistryStore:
     """
 
     def __init__(
-        self, redis_url: str, *, options: LinkOptions | None = None, max_changes: int = 10_000
+        self,
+        redis_url: str,
+        *,
+        options: LinkOptions | None = None,
+        max_changes: int = 10_000,
+        mirror: Path | None = None,
     ) -> None:
         self._link = RedisLink(redis_url, options=options)
-        self._changer = Changer(self._link, max_changes)
+        self.rebuilder = Rebuilder(self._link, Mirror(mirror)) if mirror is not None else None
+        self._changer = Changer(self._link, max_changes, self.rebuilder)
         self._reader = Reader(self._link)
         self._feed = Feed(self._link)
         self.leases = Leases(self._link)
-        self.tenancy = Tenancy(self._link, max_changes)
+        self.tenancy = Tenancy(self._link, max_changes, self.rebuilder)
         self.usage = UsageBook(self._link)
 
     async def close(self) -> None:
@@ -192,10 +204,6 @@ class RegistryStore:
     async def purge(self, name: str) -> bool:
         """Forget a deleted adapter whose grace has ended; whether it was forgotten."""
         return await self._changer.purge(name)
-
-    async def put_back(self, record: AdapterRecord, history: Sequence[HistoryEntry] = ()) -> bool:
-        """Put back an adapter that Redis has lost, unless it has a newer one."""
-        return await self._changer.put_back(record, history)
 
     # Reading.
 

@@ -15,19 +15,21 @@ from lorafleet.core.errors import AlreadyExists, Conflict, NotFound
 from lorafleet.core.names import DEFAULT_TENANT
 from lorafleet.core.tenant import ApiKey, Quota, Scope, Tenant
 from lorafleet.registry import tenant_scripts as scripts
-from lorafleet.registry.changes import TENANT_NAMES
-from lorafleet.registry.feed import CHANGES, STATE
-from lorafleet.registry.link import RedisLink, key
-
-API_KEYS = key("keys")
+from lorafleet.registry.layout import API_KEYS, CHANGES, STATE, TENANT_NAMES, key
+from lorafleet.registry.link import RedisLink
+from lorafleet.registry.rebuild import Rebuilder
+from lorafleet.registry.saving import lost
 
 
 class Tenancy:
     """Tenants and keys; every method raises Unavailable while Redis is away."""
 
-    def __init__(self, link: RedisLink, max_changes: int) -> None:
+    def __init__(
+        self, link: RedisLink, max_changes: int, rebuilder: Rebuilder | None = None
+    ) -> None:
         self._link = link
         self._max_changes = max_changes
+        self._rebuilder = rebuilder
 
     async def create(self, name: str, quota: Quota) -> Tenant:
         """Make a tenant; AlreadyExists when there is one of that name."""
@@ -141,9 +143,15 @@ class Tenancy:
             *(STATE, CHANGES, key("tenant", tenant), TENANT_NAMES),
             *(API_KEYS, key("tenant_keys", tenant)),
         ]
-        head: list[str | int] = [tenant, secrets.token_hex(8), self._max_changes]
+        seen = self._rebuilder.expected if self._rebuilder is not None else ""
+        head: list[str | int] = [tenant, seen or secrets.token_hex(8), self._max_changes]
         reply = await self._link.run(script, keys, [*head, *arguments])
-        return reply.value.decode(), reply.retried
+        outcome = reply.value.decode()
+        if outcome == "lost":
+            raise lost()
+        if self._rebuilder is not None:
+            await self._rebuilder.tenant_changed(tenant)
+        return outcome, reply.retried
 
 
 def _fields(quota: Quota) -> list[str | int]:

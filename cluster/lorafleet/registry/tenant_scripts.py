@@ -15,6 +15,7 @@ local state, changes, tenant, tenant_names, keys, key_ids = unpack(KEYS)
 local name = ARGV[1]
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+if lost(state) then return 'lost' end
 local function change(kind, what) announce(state, changes, ARGV[2], ARGV[3], kind, what) end
 """
 )

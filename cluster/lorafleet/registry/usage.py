@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lorafleet.registry.link import RedisLink, key
+from lorafleet.registry.layout import key
+from lorafleet.registry.link import RedisLink
 
 _KEPT_S = 180
 

@@ -388,26 +388,6 @@ async def test_adapters_are_found_by_tenant_text_and_labels_page_by_page(
     assert await find(Filter(search="nothing")) == []
 
 
-async def test_what_redis_lost_is_put_back_but_never_over_something_newer(
-    store: RegistryStore, redis_url: str, make_manifest: ManifestMaker, ids: list[str]
-) -> None:
-    import redis
-
-    await store.set_alias("a", "prod", split(ids, 3, 1))
-    await store.set_labels("a", {"x": "1"})
-    record, history = await store.get_adapter("a"), await store.history("a")
-    with redis.Redis.from_url(redis_url) as client:
-        client.flushall()
-    assert await store.put_back(record, history)
-    assert await store.get_adapter("a") == record
-    assert await store.history("a") == history
-    assert (await store.cursor()).generation > record.revision
-    await store.publish_version(make_manifest("a", 9))
-    assert not await store.put_back(record, history)
-    assert (await store.get_adapter("a")).latest.id == make_manifest("a", 9).id
-    assert (await store.tenancy.get("default")).used_adapters == 1
-
-
 def test_cursors_are_texts_for_clients() -> None:
     for cursor in (
         Cursor(generation=0, incarnation=None),
