@@ -11,15 +11,16 @@ import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lorafleet.core.errors import AlreadyExists, Conflict, Exhausted, InvalidInput, NotFound
 from lorafleet.core.manifest import VersionManifest
 from lorafleet.core.names import tenant_of
-from lorafleet.core.record import Target
+from lorafleet.core.record import AdapterRecord, Target
 from lorafleet.registry import scripts
 from lorafleet.registry.encoding import (
     manifest_bytes,
+    record_of,
     target_text,
 )
 from lorafleet.registry.layout import (
@@ -71,10 +72,14 @@ class Published:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a script did, now or when the same change was asked for before."""
+    """What a script did, now or when the same change was asked for before.
+
+    `record` is the adapter just after it; None where there is none.
+    """
 
     code: str
     value: str
+    record: AdapterRecord | None = None
 
 
 class Changer:
@@ -126,29 +131,35 @@ class Changer:
         stored = outcome.value.partition(" ")[2]
         return Published(manifest=VersionManifest.from_json(stored), existed=True)
 
-    async def set_alias(self, name: str, alias: str, target: Target, condition: Condition) -> None:
+    async def set_alias(
+        self, name: str, alias: str, target: Target, condition: Condition
+    ) -> AdapterRecord:
         """Point an alias at a target; NotFound when a version in it is not the adapter's."""
         action = "set_alias" if target.version is not None else "split_alias"
         versions = sorted(target.versions)
         arguments = (alias, target_text(target), action, *versions)
-        await self._do(scripts.SET_ALIAS, name, condition, "set_alias", *arguments)
+        return await self._do(scripts.SET_ALIAS, name, condition, "set_alias", *arguments)
 
-    async def remove_alias(self, name: str, alias: str, condition: Condition) -> None:
+    async def remove_alias(self, name: str, alias: str, condition: Condition) -> AdapterRecord:
         """Remove an alias; NotFound when there is none."""
-        await self._do(scripts.REMOVE_ALIAS, name, condition, "remove_alias", alias)
+        return await self._do(scripts.REMOVE_ALIAS, name, condition, "remove_alias", alias)
 
-    async def rollback(self, name: str, alias: str, condition: Condition) -> None:
+    async def rollback(self, name: str, alias: str, condition: Condition) -> AdapterRecord:
         """Point an alias at what it meant before; Conflict when there is nothing before."""
-        await self._do(scripts.ROLLBACK, name, condition, "rollback", alias)
+        return await self._do(scripts.ROLLBACK, name, condition, "rollback", alias)
 
-    async def set_labels(self, name: str, labels: Mapping[str, str], condition: Condition) -> None:
+    async def set_labels(
+        self, name: str, labels: Mapping[str, str], condition: Condition
+    ) -> AdapterRecord:
         """Replace the labels."""
         text = json.dumps(labels, sort_keys=True)
-        await self._do(scripts.SET_LABELS, name, condition, "set_labels", text)
+        return await self._do(scripts.SET_LABELS, name, condition, "set_labels", text)
 
-    async def pin(self, name: str, version: str, replicas: int, condition: Condition) -> None:
+    async def pin(
+        self, name: str, version: str, replicas: int, condition: Condition
+    ) -> AdapterRecord:
         """Keep a version on so many replicas; 0 ends it."""
-        await self._do(scripts.PIN, name, condition, "pin", version, str(replicas))
+        return await self._do(scripts.PIN, name, condition, "pin", version, str(replicas))
 
     async def prefetch(self, name: str, version: str, replicas: int) -> None:
         """Announce that so many replicas should load a version."""
@@ -162,15 +173,14 @@ class Changer:
             _refuse(name, outcome)
         return float(outcome.value) / 1000
 
-    async def restore(self, name: str, condition: Condition) -> None:
+    async def restore(self, name: str, condition: Condition) -> AdapterRecord:
         """Bring a deleted adapter back; AlreadyExists when the name was taken since."""
         outcome = await self._run(scripts.RESTORE, name, condition, ("restore",))
         if outcome.code == "taken":
             raise AlreadyExists(
                 f"adapter {name!r} was registered anew since it was deleted", adapter=name
             )
-        if outcome.code != "done":
-            _refuse(name, outcome)
+        return _done(name, outcome)
 
     async def purge(self, name: str) -> bool:
         """Forget a deleted adapter whose grace has ended; whether it was forgotten."""
@@ -178,10 +188,9 @@ class Changer:
 
     async def _do(
         self, script: str, name: str, condition: Condition, action: str, *arguments: str
-    ) -> None:
+    ) -> AdapterRecord:
         outcome = await self._run(script, name, condition, (action, *arguments), *arguments)
-        if outcome.code != "done":
-            _refuse(name, outcome)
+        return _done(name, outcome)
 
     async def _run(
         self,
@@ -212,8 +221,10 @@ class Changer:
             *(condition.if_revision, fingerprint),
             scripts.DONE_S if condition.idempotency_key else scripts.RETRY_S,
         ]
-        reply: Reply[list[bytes]] = await self._link.run(script, keys, [*head, *arguments])
-        code, value = (part.decode() for part in reply.value)
+        reply: Reply[list[Any]] = await self._link.run(script, keys, [*head, *arguments])
+        code, value = (part.decode() for part in reply.value[:2])
+        flat = reply.value[2] if len(reply.value) > 2 else []
+        record = record_of(name, dict(zip(flat[::2], flat[1::2], strict=True)))
         if code == "again":
             code, _, value = value.partition(" ")
         if code == "lost":
@@ -233,7 +244,15 @@ class Changer:
                 revision=value,
                 field="if_revision",
             )
-        return Outcome(code=code, value=value)
+        return Outcome(code=code, value=value, record=record)
+
+
+def _done(name: str, outcome: Outcome) -> AdapterRecord:
+    if outcome.code != "done":
+        _refuse(name, outcome)
+    if outcome.record is None:  # asked for again, and deleted since
+        raise no_adapter(name)
+    return outcome.record
 
 
 def _refuse(name: str, outcome: Outcome) -> NoReturn:

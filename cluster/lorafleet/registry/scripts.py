@@ -80,7 +80,8 @@ if before then
   if string.sub(before, 1, #fingerprint + 1) ~= fingerprint .. ' ' then
     return {{'reused', ''}}
   end
-  return {{'again', string.sub(before, #fingerprint + 2)}}
+  local outcome = string.sub(before, #fingerprint + 2)
+  return {{'again', outcome, outcome == 'done ' and redis.call('HGETALL', adapter) or nil}}
 end
 if if_revision ~= '0' and (at('revision') or '0') ~= if_revision then
   return {{'stale', at('revision') or '0'}}
@@ -110,9 +111,10 @@ local function remember(alias, target)
   redis.call('HSET', adapter, 'undo:' .. alias, table.concat(earlier, ';'))
 end
 
+-- A reply to 'done' has the adapter as it is at this moment: read later, it may be gone.
 local function finish(outcome, value)
   redis.call('SET', done, fingerprint .. ' ' .. outcome .. ' ' .. value, 'EX', ARGV[7])
-  return {{outcome, value}}
+  return {{outcome, value, outcome == 'done' and redis.call('HGETALL', adapter) or nil}}
 end
 
 -- The name of the quota that so many more adapters and bytes would break, or nil.

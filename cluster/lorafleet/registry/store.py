@@ -137,15 +137,13 @@ class RegistryStore:
             There is no such adapter, or it has no such version; named.
         """
         wanted = Target.to(target) if isinstance(target, str) else target
-        await self._changer.set_alias(name, alias, wanted, condition)
-        return await self.get_adapter(name)
+        return await self._changer.set_alias(name, alias, wanted, condition)
 
     async def remove_alias(
         self, name: str, alias: str, condition: Condition = ANY
     ) -> AdapterRecord:
         """Remove an alias; NotFound when the adapter has none of that name."""
-        await self._changer.remove_alias(name, alias, condition)
-        return await self.get_adapter(name)
+        return await self._changer.remove_alias(name, alias, condition)
 
     async def rollback(self, name: str, alias: str, condition: Condition = ANY) -> AdapterRecord:
         """Point an alias at what it meant before its newest change; a second goes further back.
@@ -155,22 +153,19 @@ class RegistryStore:
         Conflict
             It meant nothing before.
         """
-        await self._changer.rollback(name, alias, condition)
-        return await self.get_adapter(name)
+        return await self._changer.rollback(name, alias, condition)
 
     async def set_labels(
         self, name: str, labels: Mapping[str, str], condition: Condition = ANY
     ) -> AdapterRecord:
         """Replace an adapter's labels."""
-        await self._changer.set_labels(name, labels, condition)
-        return await self.get_adapter(name)
+        return await self._changer.set_labels(name, labels, condition)
 
     async def pin(
         self, name: str, version: str, replicas: int, condition: Condition = ANY
     ) -> AdapterRecord:
         """Keep a version resident on so many replicas; 0 ends it."""
-        await self._changer.pin(name, version, replicas, condition)
-        return await self.get_adapter(name)
+        return await self._changer.pin(name, version, replicas, condition)
 
     async def prefetch(self, name: str, version: str, replicas: int) -> None:
         """Tell so many replicas to load a version; a hint that is not stored."""
@@ -198,8 +193,7 @@ class RegistryStore:
         NotFound
             There is no such deleted adapter, or its grace has ended.
         """
-        await self._changer.restore(name, condition)
-        return await self.get_adapter(name)
+        return await self._changer.restore(name, condition)
 
     async def purge(self, name: str) -> bool:
         """Forget a deleted adapter whose grace has ended; whether it was forgotten."""

@@ -1,0 +1,1 @@
+"""Figures of the registry: concurrent histories, crashes, faults of Redis, size, pushes."""
