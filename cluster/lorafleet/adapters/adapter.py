@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +25,8 @@ from lorafleet.adapters.place import FLOAT32_MAX, MAX_RANK, AdaptedModule, place
 from lorafleet.core.errors import NotFound
 from lorafleet.core.manifest import FileEntry, VersionManifest
 from lorafleet.core.model import BaseModel
+
+_MOST_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,8 +159,25 @@ class LoraAdapter:
         )
 
 
-def load_adapter(directory: Path, base: BaseModel, *, max_rank: int = MAX_RANK) -> LoraAdapter:
+def load_adapter(
+    directory: Path,
+    base: BaseModel,
+    *,
+    max_rank: int = MAX_RANK,
+    known: Sequence[FileEntry] = (),
+) -> LoraAdapter:
     """Read a PEFT directory and check all of it against a base model.
+
+    Parameters
+    ----------
+    directory : Path
+        The adapter's files.
+    base : BaseModel
+        What it is for.
+    max_rank : int
+        The largest rank that is accepted.
+    known : sequence of FileEntry
+        The directory's files, where whoever wrote them has taken their digests already.
 
     Raises
     ------
@@ -167,32 +188,45 @@ def load_adapter(directory: Path, base: BaseModel, *, max_rank: int = MAX_RANK) 
 
     Notes
     -----
-    Reads the weights twice: as tensors for their values and the id, as files for their entries.
+    Reads the weights twice: as tensors for their values and the id, and as files for their entries
+    unless those are known.
     """
     files = find_files(directory)
     config = read_config(files.config)
     modules = tuple(place(config, read_factors(files), base, max_rank=max_rank))
-    for module in modules:
-        _check_values(module)
+    digests = _check_and_hash(modules)
+    entries = {entry.name: entry for entry in known}
+    names = [path.name for path in files.paths]
     return LoraAdapter(
-        version=_version(modules, base),
+        version=_version(modules, digests, base),
         base=base,
         modules=modules,
-        files=scan_directory(directory),
+        files=(
+            tuple(entries[name] for name in names)
+            if entries.keys() >= set(names)
+            else scan_directory(directory)
+        ),
     )
 
 
-def _version(modules: Iterable[AdaptedModule], base: BaseModel) -> str:
+def _check_and_hash(modules: Sequence[AdaptedModule]) -> list[str]:
+    """Check every tensor's values and return the sha256 of each, in order."""
+
+    def one(pair: tuple[AdaptedModule, Factor]) -> str:
+        _check_values(*pair)
+        return hashlib.sha256(pair[1].raw().data).hexdigest()
+
+    pairs = [(module, factor) for module in modules for factor in module.factors]
+    # NumPy and hashlib let other threads run while they look at much data.
+    with ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0)))) as threads:
+        return list(threads.map(one, pairs))
+
+
+def _version(modules: Sequence[AdaptedModule], digests: Sequence[str], base: BaseModel) -> str:
+    factors = [(module, factor) for module in modules for factor in module.factors]
     tensors = [
-        [
-            module.source,
-            factor.kind,
-            factor.dtype,
-            list(factor.shape),
-            hashlib.sha256(factor.raw().data).hexdigest(),
-        ]
-        for module in modules
-        for factor in module.factors
+        [module.source, factor.kind, factor.dtype, list(factor.shape), digest]
+        for (module, factor), digest in zip(factors, digests, strict=True)
     ]
     identity = {
         "format": 1,
@@ -228,17 +262,16 @@ def _scaled(module: AdaptedModule) -> tuple[np.ndarray, np.ndarray]:
     return module.a.values(), module.b.values() * np.float32(module.scale)
 
 
-def _check_values(module: AdaptedModule) -> None:
-    """See that all tensors, and those that are scaled by s, are finite, in one pass over each.
+def _check_values(module: AdaptedModule, factor: Factor) -> None:
+    """See that a tensor is finite, also scaled by s where it is, in one pass.
 
     Their product with some input may still overflow; the engine ends the requests to which that
     happens.
     """
-    for factor in module.factors:
-        largest = _largest(factor)
-        scaled = factor.kind in ("B", "lora_bias")
-        if scaled and largest * abs(float(np.float32(module.scale))) > FLOAT32_MAX:
-            raise factor.invalid(f"overflows float32 when scaled by {module.scale:g}")
+    largest = _largest(factor)
+    scaled = factor.kind in ("B", "lora_bias")
+    if scaled and largest * abs(float(np.float32(module.scale))) > FLOAT32_MAX:
+        raise factor.invalid(f"overflows float32 when scaled by {module.scale:g}")
 
 
 def _largest(factor: Factor) -> float:

@@ -158,8 +158,10 @@ class Replica:
         """The engine's source: from the blob store, by the catalogue. Loader threads."""
         assert self._loop is not None
         asked = asyncio.run_coroutine_threadsafe(self._manifest(version), self._loop)
-        directory = self._blobs.materialise(asked.result())
-        adapter = load_adapter(directory, self._engine.base)
+        manifest = asked.result()
+        directory = self._blobs.materialise(manifest)
+        # What the tensors hash to is the version, which is compared.
+        adapter = load_adapter(directory, self._engine.base, known=manifest.files)
         if adapter.version != version:
             raise Unavailable(f"the blobs of {version} make {adapter.version}; push it again")
         return adapter

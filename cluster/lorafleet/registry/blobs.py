@@ -93,7 +93,7 @@ class BlobStore:
                 path.replace(self._partial(staging.tenant, entry))
 
     def commit(self, staging: Staging) -> None:
-        """Move the staged files, which are whole and checked, among the blobs, durably.
+        """Move the staged files, which are whole, checked and synced, among the blobs, durably.
 
         A blob that is there already counts as new from now on, so that garbage collection leaves it
         until its version is published.

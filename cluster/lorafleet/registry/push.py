@@ -15,7 +15,10 @@ from lorafleet.core.names import canonical_name
 from lorafleet.v1 import registry_pb2
 from lorafleet.wire.messages import file_to_proto
 
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 18
+"""Bytes in one message: measured, the fastest of 64 KiB to 2 MiB."""
+
+MAX_CHUNK_BYTES = 1 << 20
 """Most bytes in one message: a quarter of gRPC's default limit."""
 
 Progress = Callable[[int, int], None]

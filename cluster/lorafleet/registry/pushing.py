@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import queue
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,14 +24,16 @@ from lorafleet.core.names import tenant_of
 from lorafleet.registry.auth import owned
 from lorafleet.registry.blobs import BlobStore
 from lorafleet.registry.changes import ANY, Condition
-from lorafleet.registry.push import CHUNK_BYTES
+from lorafleet.registry.push import MAX_CHUNK_BYTES
 from lorafleet.registry.requests import check_labels, condition_of
-from lorafleet.registry.staging import Staging, check_file_entry
+from lorafleet.registry.staging import StagedFile, Staging, check_file_entry
 from lorafleet.registry.store import Published, RegistryStore
 from lorafleet.v1 import registry_pb2
 from lorafleet.wire.messages import file_from_proto
 
 _MAX_FILES = 256
+_CHUNKS_AHEAD = 16
+"""Chunks of a push that wait to be written at most."""
 
 
 class Loaded(Protocol):
@@ -41,7 +44,12 @@ class Loaded(Protocol):
         ...
 
 
-Loader = Callable[[Path], Loaded]
+class Loader(Protocol):
+    """Reads and checks a directory; `known` are its files as they were checked while written."""
+
+    def __call__(self, directory: Path, *, known: Sequence[FileEntry] = ()) -> Loaded: ...
+
+
 """Validates a directory against the base model; raises InvalidInput naming file and field."""
 
 
@@ -141,9 +149,14 @@ class Pusher:
         loop = asyncio.get_running_loop()
 
         def validate() -> VersionManifest:
-            return self._load(staging.directory).manifest(order.name, time.time())
+            found = self._load(staging.directory, known=staging.entries)
+            return found.manifest(order.name, time.time())
 
-        manifest = await loop.run_in_executor(self._validators, validate)
+        durable = asyncio.create_task(asyncio.to_thread(staging.sync))
+        try:
+            manifest = await loop.run_in_executor(self._validators, validate)
+        finally:
+            await durable
         _check_all_used(order.files, manifest.files)
         await asyncio.to_thread(self._blobs.commit, staging)
         return await self._store.publish_version(
@@ -168,13 +181,44 @@ class Pusher:
             file = staging.file(entry, held=path if held else None, held_bytes=held)
             await asyncio.to_thread(file.__enter__)
             try:
-                while file.missing_bytes:
-                    chunk = await messages.chunk(entry, file.missing_bytes)
-                    await asyncio.to_thread(file.write, chunk)
+                await _receive_file(messages, file, entry)
                 await asyncio.to_thread(file.finish)
             finally:
                 file.__exit__(None, None, None)
         await messages.expect_end()
+
+
+async def _receive_file(messages: _Messages, file: StagedFile, entry: FileEntry) -> None:
+    """Write and hash in a thread what the event loop receives."""
+    loop = asyncio.get_running_loop()
+    chunks: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    room = asyncio.Semaphore(_CHUNKS_AHEAD)
+
+    def write() -> None:
+        try:
+            while (chunk := chunks.get()) is not None:
+                file.write(chunk)
+                loop.call_soon_threadsafe(room.release)
+        finally:
+            # Who waits for room must wake up, to hear of the error.
+            loop.call_soon_threadsafe(_release, room)
+
+    writing = asyncio.ensure_future(asyncio.to_thread(write))
+    missing_bytes = file.missing_bytes
+    try:
+        while missing_bytes and not writing.done():
+            chunk = await messages.chunk(entry, missing_bytes)
+            missing_bytes -= len(chunk)
+            await room.acquire()
+            chunks.put(chunk)
+    finally:
+        chunks.put(None)
+        await writing
+
+
+def _release(room: asyncio.Semaphore) -> None:
+    for _ in range(_CHUNKS_AHEAD):
+        room.release()
 
 
 _DISCARD_S = 0.5
@@ -207,9 +251,9 @@ class _Messages:
             )
         if message.WhichOneof("part") != "chunk":
             raise InvalidInput("expected a chunk; a push has one header", field="chunk")
-        if not 0 < len(message.chunk) <= CHUNK_BYTES:
+        if not 0 < len(message.chunk) <= MAX_CHUNK_BYTES:
             raise InvalidInput(
-                f"chunk: expected 1 to {CHUNK_BYTES} bytes, got {len(message.chunk)}",
+                f"chunk: expected 1 to {MAX_CHUNK_BYTES} bytes, got {len(message.chunk)}",
                 field="chunk",
             )
         return bytes(message.chunk)

@@ -115,11 +115,10 @@ class StagedFile:
         self._received_bytes += len(chunk)
 
     def finish(self) -> None:
-        """Check that the file is whole and make it durable; errors as in `write`."""
+        """Check that the file is whole; errors as in `write`."""
         self._check_whole()
         with full_disk_is_exhausted():
             self._open_file().flush()
-            os.fsync(self._open_file().fileno())
         self._finished[self._entry.name] = self._entry
 
     def __enter__(self) -> StagedFile:
@@ -160,7 +159,10 @@ class StagedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staging:
-    """A directory for the files of one push; gone when its context ends."""
+    """A directory for the files of one push; gone when its context ends.
+
+    Files are durable after `sync`.
+    """
 
     directory: Path
     tenant: str = DEFAULT_TENANT
@@ -189,11 +191,15 @@ class Staging:
         return StagedFile(path, entry, self._finished, held_bytes if held is not None else 0)
 
     def adopt(self, entry: FileEntry) -> None:
-        """Take a file that was written here by other means, checked by whoever did, durably."""
+        """Take a file that was written here by other means, checked by whoever did."""
         check_file_entry(entry)
-        with full_disk_is_exhausted(), (self.directory / entry.name).open("rb+") as file:
-            os.fsync(file.fileno())
         self._finished[entry.name] = entry
+
+    def sync(self) -> None:
+        """Make what was received durable; Exhausted when the disk is full."""
+        for entry in self.entries:
+            with full_disk_is_exhausted(), (self.directory / entry.name).open("rb+") as file:
+                os.fsync(file.fileno())
 
     def unfinished(self) -> Iterator[tuple[Path, FileEntry]]:
         """What came of the files of a push that ends before it is registered."""

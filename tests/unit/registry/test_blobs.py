@@ -170,9 +170,10 @@ def test_a_full_disk_is_exhausted(blobs: BlobStore, monkeypatch: pytest.MonkeyPa
 
     with blobs.open_staging() as staging, staging.file(_entry(WEIGHTS)) as file:
         file.write(WEIGHTS)
+        file.finish()
         monkeypatch.setattr(os, "fsync", full)
         with pytest.raises(Exhausted, match="disk is full"):
-            file.finish()
+            staging.sync()
 
 
 # Materialising.
