@@ -44,7 +44,7 @@ async def collect_garbage(
     """
     before = await store.cursor()
     if store.rebuilder is not None:
-        await store.rebuilder.check(before.incarnation)
+        await store.rebuilder.check()
     forgotten = [await store.purge(name) for name in await store.expired(time.time())]
     digests: set[str] = set()
     versions: set[str] = set()

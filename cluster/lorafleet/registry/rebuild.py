@@ -64,10 +64,11 @@ class Rebuilder:
         async with self._lock(f"tenant {name}"):
             await self._keep(SavedTenant, name, await self._saver.tenant(name))
 
-    async def check(self, incarnation: str | None) -> None:
-        """Raise Unavailable unless the data of an incarnation is what is mirrored."""
-        if incarnation != self._mirror.state.incarnation:
-            await self.reconcile()
+    async def check(self) -> None:
+        """Raise Unavailable while Redis has not the data that is mirrored."""
+        found, rebuilding = await self._saver.state()
+        known = self._mirror.state.incarnation
+        if rebuilding or (known is not None and found.incarnation != known):
             raise lost()
 
     async def reconcile(self) -> None:

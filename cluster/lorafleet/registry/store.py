@@ -7,10 +7,11 @@ The service changes it; every process's catalogue follows it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
+from lorafleet.core.errors import NotFound
 from lorafleet.core.manifest import VersionManifest
 from lorafleet.core.record import AdapterRecord, HistoryEntry, Target
 from lorafleet.registry.changes import (
@@ -28,6 +29,8 @@ from lorafleet.registry.reading import ALL, Filter, Reader
 from lorafleet.registry.rebuild import Rebuilder
 from lorafleet.registry.tenancy import Tenancy
 from lorafleet.registry.usage import UsageBook
+
+T = TypeVar("T")
 
 __all__ = ["Changes", "Condition", "Cursor", "Filter", "Published", "RegistryStore"]
 
@@ -209,7 +212,7 @@ class RegistryStore:
         NotFound
             There is no such adapter.
         """
-        return await self._reader.get(name)
+        return await self._found(self._reader.get(name))
 
     async def get_adapters(self, names: Sequence[str]) -> list[AdapterRecord | None]:
         """Return adapters in the order of their names given; None for those that do not exist."""
@@ -223,7 +226,10 @@ class RegistryStore:
         A shorter list than `limit` does not mean the end: some may have been deleted meanwhile. An
         empty one does.
         """
-        return await self._reader.page(after=after, limit=limit, wanted=wanted)
+        page = await self._reader.page(after=after, limit=limit, wanted=wanted)
+        if self.rebuilder is not None:
+            await self.rebuilder.check()
+        return page
 
     def adapters(self, *, deleted: bool = False) -> AsyncIterator[AdapterRecord]:
         """Iterate over all adapters, or over those that can be restored.
@@ -238,7 +244,16 @@ class RegistryStore:
 
     async def history(self, name: str, limit: int = 100) -> list[HistoryEntry]:
         """Return what was done to an adapter, newest first; NotFound when there is none."""
-        return await self._reader.history(name, limit)
+        return await self._found(self._reader.history(name, limit))
+
+    async def _found(self, reading: Awaitable[T]) -> T:
+        """What was read; what is not there may be what Redis has lost."""
+        try:
+            return await reading
+        except NotFound:
+            if self.rebuilder is not None:
+                await self.rebuilder.check()
+            raise
 
     async def expired(self, now_s: float) -> list[str]:
         """Return the deleted adapters whose grace ended before a time."""

@@ -220,7 +220,25 @@ async def test_no_file_is_garbage_while_redis_has_lost_what_refers_to_it(
     flush(redis_url)
     with pytest.raises(Unavailable):
         await collect_garbage(store, blobs, grace_s=0.0)
-    await collect_garbage(store, blobs, grace_s=0.0)  # by now it is rebuilt
+    await rebuilder(store).reconcile()
+    await collect_garbage(store, blobs, grace_s=0.0)
+
+
+async def test_what_redis_has_lost_is_not_said_to_be_unknown(
+    store: RegistryStore, redis_url: str, make_manifest: ManifestMaker
+) -> None:
+    await fill(store, make_manifest)
+    flush(redis_url)
+    for reading in (
+        store.get_adapter("org/a"),
+        store.history("org/a"),
+        store.list_adapters(limit=10),
+    ):
+        with pytest.raises(Unavailable, match="lost data"):
+            await reading
+    await rebuilder(store).reconcile()
+    with pytest.raises(NotFound):
+        await store.get_adapter("never")
 
 
 def test_a_damaged_file_is_left_out_and_the_rest_is_read(tmp_path: Path) -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis, RedisCluster
 
+from lorafleet.bench.registry.servers import Watched, cluster, until
 from lorafleet.core.errors import InvalidInput, Unavailable
 from lorafleet.core.manifest import VersionManifest
 from lorafleet.core.names import parse_ref
 from lorafleet.registry import Catalogue, RegistryStore
 from lorafleet.registry.urls import _parse, connect
-from support.redis import Watched, cluster, until
 
 BAD = [
     "http://x",

@@ -6,11 +6,13 @@ import contextlib
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import redis
 
+from lorafleet.core.errors import Internal
 from lorafleet.registry.embedded import find_server
 
 
@@ -39,28 +41,37 @@ class Server:
         self.start()
 
     def start(self) -> None:
+        """Start it and return when it answers."""
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(self._command, stdout=log, stderr=log)
         until(self.answers)
 
     def answers(self) -> bool:
+        """Whether it does."""
         with contextlib.suppress(redis.RedisError):
             return bool(self.client().ping())
         return False
 
     def client(self) -> redis.Redis:
+        """A client of it."""
         return redis.Redis(port=self.port, protocol=2)
 
+    def ask(self, *command: str | int) -> Any:
+        """Run a command."""
+        return self.client().execute_command(*command)  # type: ignore[no-untyped-call]
+
     def kill(self) -> None:
+        """End it without a warning."""
         self.process.kill()
         self.process.wait()
 
 
-def until(true, timeout_s: float = 20.0) -> None:
+def until(true: Callable[[], bool], timeout_s: float = 20.0) -> None:
     """Wait until something holds."""
     deadline_s = time.monotonic() + timeout_s
     while not true():
-        assert time.monotonic() < deadline_s, "not in time"
+        if time.monotonic() > deadline_s:
+            raise Internal("a Redis server did not do in time what was waited for")
         time.sleep(0.05)
 
 
@@ -74,11 +85,11 @@ def cluster(folder: Path, size: int = 3) -> Iterator[list[Server]]:
     try:
         slots = [range(i * 16384 // size, (i + 1) * 16384 // size) for i in range(size)]
         for node, own in zip(nodes, slots, strict=True):
-            node.client().execute_command("CLUSTER", "ADDSLOTS", *own)
-            node.client().execute_command("CLUSTER", "MEET", "127.0.0.1", nodes[0].port)
+            node.ask("CLUSTER", "ADDSLOTS", *own)
+            node.ask("CLUSTER", "MEET", "127.0.0.1", nodes[0].port)
 
         def joined() -> bool:
-            states = [node.client().execute_command("CLUSTER", "INFO") for node in nodes]
+            states = [node.ask("CLUSTER", "INFO") for node in nodes]
             return all(b"cluster_state:ok" in _raw(state) for state in states)
 
         until(joined)
@@ -119,20 +130,19 @@ class Watched:
 
     @property
     def url(self) -> str:
+        """By which the primary is found."""
         hosts = ",".join(f"127.0.0.1:{sentinel.port}" for sentinel in self.sentinels)
         return f"redis+sentinel://{hosts}/{self.SERVICE}/0"
 
     def primary(self) -> Server:
         """Who the sentinels say it is."""
-        found = (
-            self.sentinels[0]
-            .client()
-            .execute_command("SENTINEL", "get-master-addr-by-name", self.SERVICE)
-        )
+        sentinel = self.sentinels[0]
+        found = sentinel.ask("SENTINEL", "get-master-addr-by-name", self.SERVICE)
         port = int(found[1])
         return next(server for server in self.servers if server.port == port)
 
     def stop(self) -> None:
+        """End all of them."""
         for server in (*self.sentinels, *self.servers):
             server.kill()
 
