@@ -141,12 +141,16 @@ def revoke_key(
     tenant: TenantArgument,
     key_id: Annotated[str, typer.Argument(help="The key's id.")],
     admin: AdminOption = None,
+    json: JsonOption = False,
 ) -> None:
     """End a key, everywhere within a second."""
     from lorafleet.sdk.admin import revoke_key
 
     _run(revoke_key(tenant, key_id), admin)
-    out.print(f"revoked {key_id}")
+    if json:
+        print_json({"revoked": key_id})
+    else:
+        out.print(f"revoked {key_id}")
 
 
 def _run(operation: Any, admin: str | None) -> Any:
