@@ -182,6 +182,7 @@ def prefetch(
     version: VersionArgument = "latest",
     replicas: Annotated[int, typer.Option(min=1, help="How many load it.")] = 1,
     admin: AdminOption = None,
+    json: JsonOption = False,
 ) -> None:
     """Ask replicas to load a version now: a hint."""
     from lorafleet.sdk import Client
@@ -189,7 +190,10 @@ def prefetch(
 
     with Client(admin=admin) as client:
         client.run(prefetch(name, version, replicas))
-    out.print(f"{name} {version} is announced to {replicas}")
+    if json:
+        print_json({"adapter": name, "version": version, "replicas": replicas})
+    else:
+        out.print(f"{name} {version} is announced to {replicas}")
 
 
 @app.command()

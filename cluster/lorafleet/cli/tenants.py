@@ -88,12 +88,15 @@ def quota(
 
 
 @tenant_app.command()
-def delete(name: TenantArgument, admin: AdminOption = None) -> None:
+def delete(name: TenantArgument, admin: AdminOption = None, json: JsonOption = False) -> None:
     """Remove a tenant that has no adapters, with its keys."""
     from lorafleet.sdk.admin import delete_tenant
 
     _run(delete_tenant(name), admin)
-    out.print(f"deleted {name}")
+    if json:
+        print_json({"deleted": name})
+    else:
+        out.print(f"deleted {name}")
 
 
 @key_app.command("create")
