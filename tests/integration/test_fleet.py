@@ -110,7 +110,7 @@ def broken(kind: str, directory: Path) -> Path:
         tensors = factors()
         tensors[f"{PREFIX}{path_of(0, 'q_proj')}.lora_A.weight"] = np.zeros((4, 128), np.float32)
         return write_adapter(directory, tensors)
-    write_adapter(directory, config={"use_dora": True} if kind == "dora" else None)
+    write_adapter(directory, config={"layer_replication": [[0, 2]]} if kind == "option" else None)
     weights = directory / "adapter_model.safetensors"
     if kind == "json":
         (directory / "adapter_config.json").write_text("{")
@@ -127,7 +127,7 @@ def broken(kind: str, directory: Path) -> Path:
         ("json", ["adapter_config.json", "JSON"]),
         ("truncated", ["adapter_model.safetensors"]),
         ("shape", ["[4, 128]", "[4, 64]", "q_proj"]),
-        ("dora", ["adapter_config.json", "use_dora"]),
+        ("option", ["adapter_config.json", "layer_replication"]),
         ("pickle", ["adapter_model.bin", "pickle"]),
     ],
 )

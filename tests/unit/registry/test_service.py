@@ -442,10 +442,10 @@ async def test_a_deadline_ends_the_call_and_a_retry_succeeds(
     base = make_base()
     loads = 0
 
-    def slow_load(directory: Path) -> Any:
+    def slow_load(directory: Path, *, known: Any = ()) -> Any:
         nonlocal loads
         loads += 1
-        adapter = load_adapter(directory, base)
+        adapter = load_adapter(directory, base, known=known)
         if loads == 1:
             time.sleep(0.6)
         return adapter
