@@ -74,8 +74,8 @@ def find_files(directory: Path) -> AdapterFiles:
     raise _no_weights(directory)
 
 
-def scan_directory(directory: Path) -> tuple[FileEntry, ...]:
-    """The files that make up an adapter, with sizes and digests: what a push sends.
+def scan_directory(directory: Path, *, hashed: bool = True) -> tuple[FileEntry, ...]:
+    """The files that make up an adapter, with sizes and, if `hashed`, digests.
 
     Raises
     ------
@@ -84,7 +84,8 @@ def scan_directory(directory: Path) -> tuple[FileEntry, ...]:
     Unsupported
         The weights are a pickle.
     """
-    return tuple(_entry(path) for path in find_files(directory).paths)
+    entry = _hashed_entry if hashed else _entry
+    return tuple(entry(path) for path in find_files(directory).paths)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -190,6 +191,11 @@ def _no_weights(directory: Path) -> InvalidInput:
 
 
 def _entry(path: Path) -> FileEntry:
+    with _readable(path):
+        return FileEntry(name=path.name, size_bytes=path.stat().st_size, sha256="")
+
+
+def _hashed_entry(path: Path) -> FileEntry:
     with _readable(path), path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return FileEntry(name=path.name, size_bytes=file.tell(), sha256=digest)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileEntry:
-    """One file of an adapter directory, by content."""
+    """One file of an adapter directory, by content; `sha256` is empty while it is not known."""
 
     name: str
     size_bytes: int

@@ -6,6 +6,7 @@ It owns the order and the chunking that the service expects; what belongs to an 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict, Unpack
@@ -44,6 +45,7 @@ def push_messages(
     name: str,
     *,
     progress: Progress | None = None,
+    hashed: bool = True,
     **options: Unpack[PushOptions],
 ) -> Iterator[registry_pb2.PushAdapterRequest]:
     """Make the messages that push an adapter directory under a name.
@@ -59,6 +61,8 @@ def push_messages(
         `name` or `tenant/name`.
     progress : callable, optional
         Told how far it is.
+    hashed : bool
+        As of `push_header`.
     **options
         What else the header says.
 
@@ -69,17 +73,21 @@ def push_messages(
     InvalidAdapter, Unsupported
         The directory is no adapter, or its weights are pickled.
     """
-    header = push_header(directory, name, **options)
+    header = push_header(directory, name, hashed=hashed, **options)
     return header_messages(directory, header, progress)
 
 
 def push_header(
-    directory: Path, name: str, **options: Unpack[PushOptions]
+    directory: Path, name: str, *, hashed: bool = True, **options: Unpack[PushOptions]
 ) -> registry_pb2.PushHeader:
-    """The first message's content; arguments and errors as of `push_messages`."""
+    """The first message's content; other arguments and errors as of `push_messages`.
+
+    `hashed` reads the files for their digests, without which the server can say nothing of what it
+    holds; else each file is hashed while it is sent.
+    """
     return registry_pb2.PushHeader(
         name=canonical_name(name),
-        files=[file_to_proto(entry) for entry in scan_directory(Path(directory))],
+        files=[file_to_proto(entry) for entry in scan_directory(directory, hashed=hashed)],
         **options,
     )
 
@@ -98,12 +106,17 @@ def header_messages(
         sent_bytes += held
         if held:
             progress(sent_bytes, total_bytes)
+        digest = None if entry.sha256 else hashlib.sha256()
         with (directory / entry.name).open("rb") as file:
             file.seek(held)
             while chunk := file.read(CHUNK_BYTES):
                 yield registry_pb2.PushAdapterRequest(chunk=chunk)
+                if digest is not None:
+                    digest.update(chunk)
                 sent_bytes += len(chunk)
                 progress(sent_bytes, total_bytes)
+        if digest is not None:
+            yield registry_pb2.PushAdapterRequest(sha256=digest.hexdigest())
 
 
 def _ignore(_sent_bytes: int, _total_bytes: int) -> None:

@@ -182,7 +182,8 @@ class Pusher:
             await asyncio.to_thread(file.__enter__)
             try:
                 await _receive_file(messages, file, entry)
-                await asyncio.to_thread(file.finish)
+                sha256 = "" if entry.sha256 else await messages.digest(entry)
+                await asyncio.to_thread(file.finish, sha256)
             finally:
                 file.__exit__(None, None, None)
         await messages.expect_end()
@@ -258,6 +259,16 @@ class _Messages:
             )
         return bytes(message.chunk)
 
+    async def digest(self, entry: FileEntry) -> str:
+        message = await self._next()
+        if message is None or message.WhichOneof("part") != "sha256":
+            raise InvalidInput(
+                f"{entry.name}: expected its sha256 after its last chunk, since the header has "
+                "none",
+                field="sha256",
+            )
+        return message.sha256
+
     async def expect_end(self) -> None:
         if await self._next() is not None:
             raise InvalidInput(
@@ -287,7 +298,7 @@ class _Messages:
 
 def _check_header(header: registry_pb2.PushHeader, limits: PushLimits) -> Order:
     name = owned(header.name)
-    files = check_files(header.files)
+    files = check_files(header.files, hashed=False)
     limits.check_size(sum(entry.size_bytes for entry in files))
     held = tuple(header.held_bytes)
     sizes = [entry.size_bytes for entry in files]
@@ -305,8 +316,8 @@ def _check_header(header: registry_pb2.PushHeader, limits: PushLimits) -> Order:
     )
 
 
-def check_files(messages: Sequence[Any]) -> tuple[FileEntry, ...]:
-    """Files of a push as values.
+def check_files(messages: Sequence[Any], *, hashed: bool = True) -> tuple[FileEntry, ...]:
+    """Files of a push as values; unless `hashed`, their digests may be left out.
 
     Raises
     ------
@@ -321,7 +332,7 @@ def check_files(messages: Sequence[Any]) -> tuple[FileEntry, ...]:
     if len(files) > _MAX_FILES:
         raise InvalidInput(f"files: expected at most {_MAX_FILES}, got {len(files)}", field="files")
     for entry in files:
-        check_file_entry(entry)
+        check_file_entry(entry, hashed=hashed)
     return files
 
 

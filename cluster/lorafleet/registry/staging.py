@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -38,8 +38,8 @@ _BLOCK_BYTES = 1 << 20
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
-def check_file_entry(entry: FileEntry) -> None:
-    """Refuse a file that no adapter may have.
+def check_file_entry(entry: FileEntry, *, hashed: bool = True) -> None:
+    """Refuse a file that no adapter may have; unless `hashed`, the digest may be left out.
 
     Raises
     ------
@@ -54,7 +54,7 @@ def check_file_entry(entry: FileEntry) -> None:
             file=entry.name,
             field="name",
         )
-    if not DIGEST.fullmatch(entry.sha256):
+    if not DIGEST.fullmatch(entry.sha256) and (hashed or entry.sha256):
         raise InvalidAdapter(
             f"{entry.name}: expected 64 lower-case hex digits as sha256, got {entry.sha256!r}",
             file=entry.name,
@@ -114,8 +114,14 @@ class StagedFile:
         self._digest.update(chunk)
         self._received_bytes += len(chunk)
 
-    def finish(self) -> None:
-        """Check that the file is whole; errors as in `write`."""
+    def finish(self, sha256: str = "") -> None:
+        """Check that the file is whole; `sha256` is its digest where its entry has none.
+
+        Errors are as in `write`.
+        """
+        if not self._entry.sha256:
+            self._entry = replace(self._entry, sha256=sha256)
+            check_file_entry(self._entry)
         self._check_whole()
         with full_disk_is_exhausted():
             self._open_file().flush()
@@ -181,7 +187,7 @@ class Staging:
         Conflict
             What was held is there no more.
         """
-        check_file_entry(entry)
+        check_file_entry(entry, hashed=False)
         if entry.name in self._begun:
             raise InvalidAdapter(f"{entry.name} comes twice", file=entry.name, field="name")
         path = self.directory / entry.name
@@ -202,10 +208,10 @@ class Staging:
                 os.fsync(file.fileno())
 
     def unfinished(self) -> Iterator[tuple[Path, FileEntry]]:
-        """What came of the files of a push that ends before it is registered."""
+        """What came of the files of a push that ends early, by which the next may go on."""
         for name, entry in self._begun.items():
             path = self.directory / name
-            if path.is_file() and 0 < path.stat().st_size <= entry.size_bytes:
+            if entry.sha256 and path.is_file() and 0 < path.stat().st_size <= entry.size_bytes:
                 yield path, entry
 
     @property

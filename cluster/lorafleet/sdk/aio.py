@@ -178,8 +178,9 @@ class AsyncClient:
         push = await asyncio.to_thread(Push, directory, name, progress, **options)
         for tries_left in reversed(range(TRIES)):
             try:
-                plan = await plane.call(plane.registry.PlanPush, push.plan())
-                with push.upload(plan.held_bytes) as upload:
+                plan = await asyncio.to_thread(push.plan)
+                held = (await plane.call(plane.registry.PlanPush, plan)).held_bytes if plan else ()
+                with push.upload(held) as upload:
                     reply = await plane.call(plane.registry.PushAdapter, _in_a_thread(upload))
                 break
             except Unavailable:

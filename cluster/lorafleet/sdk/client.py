@@ -199,8 +199,8 @@ class Client:
     ) -> tuple[VersionManifest, bool]:
         """Upload a PEFT directory; return its version and whether it had existed before.
 
-        What the registry holds of it already is not sent again; a push that breaks off is taken up
-        again.
+        A push that breaks off is taken up again. Of one of 256 MiB or more, what the registry holds
+        already is not sent.
 
         Parameters
         ----------
@@ -224,8 +224,9 @@ class Client:
         push = Push(directory, name, progress, if_new=if_new, labels=labels or {})
         for tries_left in reversed(range(TRIES)):
             try:
-                plan = plane.call(plane.registry.PlanPush, push.plan())
-                with push.upload(plan.held_bytes) as upload:
+                plan = push.plan()
+                held = plane.call(plane.registry.PlanPush, plan).held_bytes if plan else ()
+                with push.upload(held) as upload:
                     reply = plane.call(plane.registry.PushAdapter, upload)
                 break
             except Unavailable:

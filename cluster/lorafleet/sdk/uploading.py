@@ -1,7 +1,8 @@
 """A push's messages, with the reason when making them fails.
 
 gRPC takes the messages in a thread of its own and tells only that iterating them failed; here the
-failure itself is kept for the caller. Files are hashed once, however often a push is tried.
+failure itself is kept for the caller. Files are hashed once, however often a push is tried: small
+ones while they are sent, large ones before, so that the registry can say what it holds of them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ Progress = Callable[[int, int], None]
 
 TRIES = 3
 """How often a push that broke off is taken up again."""
+
+_HASH_FIRST_BYTES = 256 << 20
+"""From here on hashing costs less than sending again what a push that broke off had sent."""
 
 
 class Push:
@@ -35,15 +39,27 @@ class Push:
         from lorafleet.registry.push import push_header
 
         self._directory = Path(directory)
-        self._header = push_header(self._directory, name, **options)
+        self._header = push_header(self._directory, name, hashed=False, **options)
         self._progress = progress
         self.begun = False
 
-    def plan(self) -> registry_pb2.PlanPushRequest:
-        """The question what is held already."""
+    def plan(self) -> registry_pb2.PlanPushRequest | None:
+        """The question what is held already, unless it is quicker to send everything."""
+        small = sum(entry.size_bytes for entry in self._header.files) < _HASH_FIRST_BYTES
+        if small and not self.begun:
+            return None
+        if not self._header.files[0].sha256:
+            self._hash()
         return registry_pb2.PlanPushRequest(name=self._header.name, files=self._header.files)
 
-    def upload(self, held_bytes: Sequence[int]) -> Upload:
+    def _hash(self) -> None:
+        from lorafleet.registry.push import push_header
+
+        files = push_header(self._directory, self._header.name).files
+        del self._header.files[:]
+        self._header.files.extend(files)
+
+    def upload(self, held_bytes: Sequence[int] = ()) -> Upload:
         """The messages, after what is held."""
         from lorafleet.registry.push import header_messages
 

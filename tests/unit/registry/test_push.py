@@ -32,6 +32,21 @@ def test_the_header_says_what_the_chunks_carry(
     assert data == b""
 
 
+def test_without_digests_in_the_header_each_follows_its_file(
+    tmp_path: Path, make_adapter: Callable[..., Path]
+) -> None:
+    directory = make_adapter(tmp_path, rank=256, shape=(20, 128))
+    first, *rest = push_messages(directory, "a", hashed=False)
+    assert [entry.sha256 for entry in first.header.files] == ["", ""]
+    kinds = [message.WhichOneof("part") for message in rest]
+    assert kinds[:2] == ["chunk", "sha256"]
+    assert kinds[-1] == "sha256"
+    assert kinds.count("sha256") == 2
+    digests = [message.sha256 for message in rest if message.sha256]
+    hashed = push_messages(directory, "a")
+    assert digests == [entry.sha256 for entry in next(hashed).header.files]
+
+
 def test_progress_goes_from_nothing_to_all(
     tmp_path: Path, make_adapter: Callable[..., Path]
 ) -> None:

@@ -355,6 +355,27 @@ async def test_a_push_that_breaks_the_protocol_is_refused(
     assert _stored(tmp_path) == []
 
 
+async def test_digests_may_follow_their_files_and_are_checked_as_well(
+    client: Client, make_adapter: AdapterMaker, tmp_path: Path
+) -> None:
+    directory = make_adapter(tmp_path / "a")
+    header, *rest = push_messages(directory, "a", hashed=False)
+    part = pb.PushAdapterRequest
+    missing = await _refused(client, [header, rest[0], *rest[2:]], "expected its sha256")
+    assert missing.facts["field"] == "sha256"
+    await _refused(client, [header, *rest[:-1]], "expected its sha256")
+    await _refused(client, [header, rest[0], part(sha256="x")], "64 lower-case hex digits")
+    await _refused(client, [header, rest[0], part(sha256="0" * 64)], "expected sha256 000")
+    assert _stored(tmp_path) == []
+    pushed = await client.push(iter([header, *rest]))
+    named = await client.push(push_messages(directory, "a"))
+    assert named.existed
+    assert named.version.id == pushed.version.id
+    assert [entry.sha256 for entry in pushed.version.files] == [
+        message.sha256 for message in rest if message.sha256
+    ]
+
+
 async def test_a_header_with_files_that_no_adapter_has_is_refused(
     client: Client, make_adapter: AdapterMaker, tmp_path: Path
 ) -> None:
