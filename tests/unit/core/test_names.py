@@ -53,7 +53,7 @@ def test_a_good_name_is_its_own_canonical_form(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BAD_NAMES)
-def test_a_bad_name_is_refused_with_the_rule(name: str) -> None:
+def test_c42_a_bad_name_is_refused_with_the_rule(name: str) -> None:
     with pytest.raises(InvalidInput, match="expected `name` or `tenant/name`") as caught:
         canonical_name(name)
     assert caught.value.facts == {"field": "name"}
@@ -62,7 +62,7 @@ def test_a_bad_name_is_refused_with_the_rule(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["base", "default/base"])
-def test_the_base_models_name_is_reserved(name: str) -> None:
+def test_c42_the_base_models_name_is_reserved(name: str) -> None:
     with pytest.raises(InvalidInput, match="reserved"):
         canonical_name(name)
     assert parse_ref(name) is None

@@ -38,7 +38,7 @@ async def test_c40_after_redis_lost_everything_it_takes_a_higher_epoch(served: S
     assert report.epoch == renewed.epoch
 
 
-async def test_with_redis_away_it_serves_what_it_knows_and_comes_back(
+async def test_c40_with_redis_away_it_serves_what_it_knows_and_comes_back(
     options: ReplicaOptions, registry: AsyncClient, version: str, tmp_path: Path
 ) -> None:
     del registry
@@ -52,7 +52,7 @@ async def test_with_redis_away_it_serves_what_it_knows_and_comes_back(
             await leased(served.store, "only")
 
 
-async def test_without_redis_at_the_start_it_waits_for_the_catalogue_before_it_shows_itself(
+async def test_c40_without_redis_at_the_start_it_waits_for_the_catalogue_before_it_shows_itself(
     options: ReplicaOptions, tmp_path: Path
 ) -> None:
     server = EmbeddedRedis(tmp_path / "redis")

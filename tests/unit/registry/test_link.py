@@ -61,7 +61,7 @@ async def test_a_lost_reply_to_a_delete_is_not_taken_for_absence(
     await store.close()
 
 
-async def test_after_a_failover_that_left_old_connections_open_writes_go_to_the_new_primary(
+async def test_c40_after_a_failover_that_left_old_connections_open_writes_go_to_the_new_primary(
     tmp_path: Path, make_proxy: ProxyMaker, make_manifest: ManifestMaker
 ) -> None:
     with EmbeddedRedis(tmp_path / "old") as old, EmbeddedRedis(tmp_path / "new") as new:

@@ -147,7 +147,7 @@ async def test_pushing_the_same_again_existed_and_other_weights_become_latest(
     assert plain(adapter)["latest"] == first.version.id
 
 
-async def test_of_twenty_concurrent_pushes_of_a_new_name_one_wins(
+async def test_c42_of_twenty_concurrent_pushes_of_a_new_name_one_wins(
     client: Client, store: RegistryStore, make_adapter: AdapterMaker, tmp_path: Path
 ) -> None:
     directories = [make_adapter(tmp_path / str(seed), seed=seed) for seed in range(20)]
@@ -183,7 +183,7 @@ async def test_of_twenty_concurrent_pushes_of_a_new_name_one_wins(
         ".hidden",
     ],
 )
-async def test_a_name_that_breaks_the_rule_is_refused_with_the_rule(
+async def test_c42_a_name_that_breaks_the_rule_is_refused_with_the_rule(
     client: Client, make_adapter: AdapterMaker, tmp_path: Path, name: str
 ) -> None:
     directory = make_adapter(tmp_path / "a")
@@ -203,7 +203,7 @@ async def test_a_name_that_breaks_the_rule_is_refused_with_the_rule(
     assert _stored(tmp_path) == []
 
 
-async def test_names_that_look_alike_do_not_collide(
+async def test_c42_names_that_look_alike_do_not_collide(
     client: Client, make_adapter: AdapterMaker, tmp_path: Path
 ) -> None:
     names = ["org/a", "org_a", "Org/a", "a", "A"]
@@ -258,7 +258,7 @@ class _Pwn:
         (_replicated, Unsupported, {"file": "adapter_config.json", "field": "layer_replication"}),
     ],
 )
-async def test_a_broken_adapter_is_refused_by_file_and_its_name_stays_free(
+async def test_c38_a_broken_adapter_is_refused_by_file_and_its_name_stays_free(
     client: Client,
     make_adapter: AdapterMaker,
     tmp_path: Path,
@@ -283,7 +283,7 @@ async def test_a_broken_adapter_is_refused_by_file_and_its_name_stays_free(
     assert await client.names() == ["a", "good"]
 
 
-async def test_an_adapter_for_a_wider_base_is_refused_with_both_shapes(
+async def test_c10_an_adapter_for_a_wider_base_is_refused_with_both_shapes(
     client: Client, make_adapter: AdapterMaker, tmp_path: Path
 ) -> None:
     directory = make_adapter(tmp_path / "a", shape=(2, 128))
@@ -293,7 +293,7 @@ async def test_an_adapter_for_a_wider_base_is_refused_with_both_shapes(
     assert _stored(tmp_path) == []
 
 
-async def test_pickles_are_refused_unopened_whatever_they_are_called(
+async def test_c51_pickles_are_refused_unopened_whatever_they_are_called(
     client: Client, make_adapter: AdapterMaker, tmp_path: Path
 ) -> None:
     pwned = tmp_path / "pwned"
@@ -454,7 +454,7 @@ async def test_a_client_that_goes_away_leaves_nothing(
     assert await client.names() == []
 
 
-async def test_a_deadline_ends_the_call_and_a_retry_succeeds(
+async def test_c45_a_deadline_ends_the_call_and_a_retry_succeeds(
     serve: Connect,
     make_base: Callable[..., BaseModel],
     make_adapter: AdapterMaker,
@@ -483,7 +483,7 @@ async def test_a_deadline_ends_the_call_and_a_retry_succeeds(
 
 
 @pytest.mark.parametrize("num_layers", [1, 8])
-async def test_large_adapters_pass_under_the_default_message_limit(
+async def test_c45_large_adapters_pass_under_the_default_message_limit(
     serve: Connect,
     make_base: Callable[..., BaseModel],
     make_adapter: AdapterMaker,

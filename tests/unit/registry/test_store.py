@@ -125,7 +125,7 @@ async def test_an_adapter_has_a_largest_number_of_versions(
     assert (await store.publish_version(make_manifest("a", 1))).existed
 
 
-async def test_names_that_look_alike_are_different_adapters(
+async def test_c42_names_that_look_alike_are_different_adapters(
     store: RegistryStore, make_manifest: ManifestMaker
 ) -> None:
     names = ["org/a", "org_a", "org.a", "ORG/a", "a", "org/a-b"]
